@@ -1,0 +1,2 @@
+//! The `deep-ep` command.
+fn main() {}

@@ -1,0 +1,131 @@
+//! What a buffer is made with.
+
+use std::time::Duration;
+
+use crate::{
+    error::{Error, Result},
+    settings::Settings,
+};
+
+/// Which engine moves the rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum EngineKind {
+    /// The best that this machine has.
+    #[default]
+    Auto,
+    /// Threads and shared memory; runs everywhere.
+    Cpu,
+    /// NVIDIA GPUs.
+    Cuda,
+}
+
+/// The stream on which a call's work is ordered. The CPU engine works in the calling thread, so
+/// there only [`Stream::HOST`] exists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Stream(usize);
+
+impl Stream {
+    /// The calling thread.
+    pub const HOST: Self = Self(0);
+
+    /// A stream of a device, by its driver handle.
+    ///
+    /// # Safety
+    /// The handle must stay valid until the calls made with it are done.
+    pub unsafe fn from_raw(handle: usize) -> Self {
+        Self(handle)
+    }
+
+    /// The driver handle, 0 for the host.
+    pub fn as_raw(self) -> usize {
+        self.0
+    }
+}
+
+/// Fixed capacity of the low-latency calls. All ranks must pass the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LowLatencyConfig {
+    /// Most tokens that a rank sends in a call, `M`.
+    pub max_tokens_per_rank: usize,
+    /// Hidden size `H`, in elements.
+    pub hidden: usize,
+    /// Experts over all ranks, `E`.
+    pub num_experts: usize,
+    /// Set to the largest `K` to make room for `exact` combines, which send one row per choice.
+    pub exact_top_k: Option<usize>,
+}
+
+/// How a [`Buffer`](crate::Buffer) is made.
+///
+/// `BufferConfig::default()` has no environment in it; [`BufferConfig::from_env`] starts from the
+/// variables that `deep-ep doctor` lists.
+#[derive(Debug, Clone)]
+pub struct BufferConfig {
+    /// Engine to use.
+    pub engine: EngineKind,
+    /// Bytes of symmetric memory to start with for the high-throughput calls; it grows.
+    pub scale_up_bytes: usize,
+    /// Most bytes that this rank's symmetric memory may grow to; `None`: the machine's memory.
+    pub max_bytes: Option<usize>,
+    /// Capacity of the low-latency calls; `None`: there are none.
+    pub low_latency: Option<LowLatencyConfig>,
+    /// Bound on the SMs, or on the CPU engine the worker threads, that this rank uses.
+    pub num_sms: usize,
+    /// Deadline of every wait.
+    pub timeout: Duration,
+    /// In low-latency calls, mask a rank that misses its deadline instead of failing.
+    pub enable_shrink: bool,
+    /// When set, `E` that all ranks must agree on and every call must use.
+    pub num_experts: Option<usize>,
+    /// When set, `H` (elements) that all ranks must agree on and every call must use.
+    pub hidden: Option<usize>,
+    /// When set, `K` that all ranks must agree on and every call must use.
+    pub top_k: Option<usize>,
+}
+
+impl Default for BufferConfig {
+    fn default() -> Self {
+        Self {
+            engine: EngineKind::Auto,
+            scale_up_bytes: 0,
+            max_bytes: None,
+            low_latency: None,
+            num_sms: 20,
+            timeout: Duration::from_secs(300),
+            enable_shrink: false,
+            num_experts: None,
+            hidden: None,
+            top_k: None,
+        }
+    }
+}
+
+impl BufferConfig {
+    /// Defaults changed by the environment: `DEEP_EP_ENGINE`, `DEEP_EP_TIMEOUT_SECS`.
+    ///
+    /// # Errors
+    /// A variable's value is not usable; the error names it.
+    pub fn from_env() -> Result<Self> {
+        let settings = Settings::from_env()?;
+        Ok(Self { engine: settings.engine.value, timeout: settings.timeout.value, ..Self::default() })
+    }
+
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.num_sms == 0 {
+            return Err(Error::invalid("num_sms", 0, "must be at least 1"));
+        }
+        if self.timeout.is_zero() {
+            return Err(Error::invalid("timeout", "0 s", "must be longer than 0"));
+        }
+        if let (Some(max), start) = (self.max_bytes, self.scale_up_bytes)
+            && start > max
+        {
+            return Err(Error::invalid(
+                "scale_up_bytes",
+                start,
+                format!("must not exceed max_bytes = {max}"),
+            ));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,322 @@
+//! Handles: the routes of a dispatch, for the calls that follow it.
+
+use std::{fmt, sync::Arc};
+
+use crate::{
+    dtype::DType,
+    error::{Error, Result},
+    routing::{Routes, exclusive_prefix},
+    tensor::{OwnedTensor, Tensor},
+    topology::Rank,
+};
+
+/// The routes of a high-throughput dispatch.
+///
+/// A handle has no owner: it is valid on any buffer with the same rank and group, also on one made
+/// later. Cloning is cheap.
+#[derive(Clone)]
+pub struct DispatchHandle(Arc<Data>);
+
+struct Data {
+    rank: Rank,
+    /// Where this rank's tokens went.
+    routes: Routes,
+    /// Inclusive prefix over source ranks of received rows; only column `rank` is meaningful.
+    rank_prefix_matrix: Vec<i32>,
+    /// Source token of each received row; worst-case outputs have more entries than rows.
+    src_idx: Vec<i32>,
+    /// Position of each token among the rows for each rank, -1 where it does not go.
+    send_head: Vec<i32>,
+    /// `[R]` rows that this rank sends to each, and zeros: the channel matrices with one channel.
+    channel_prefix: Vec<i32>,
+    recv_channel_prefix: Vec<i32>,
+}
+
+impl DispatchHandle {
+    pub(crate) fn new(rank: Rank, routes: Routes, rows_from: &[usize], src_idx: Vec<i32>) -> Self {
+        let ranks = routes.ranks();
+        let mut rank_prefix_matrix = vec![0; ranks * ranks];
+        let mut sum = 0;
+        for (source, rows) in rows_from.iter().enumerate() {
+            sum += rows;
+            rank_prefix_matrix[source * ranks + rank.0] = i32::try_from(sum).unwrap_or(i32::MAX);
+        }
+        let mut send_head = vec![-1; routes.tokens() * ranks];
+        for to in 0..ranks {
+            for (slot, &token) in routes.tokens_to(to).iter().enumerate() {
+                send_head[token as usize * ranks + to] = slot as i32;
+            }
+        }
+        let channel_prefix = routes.tokens_per_rank().iter().map(|&n| n as i32).collect();
+        Self(Arc::new(Data {
+            rank,
+            routes,
+            rank_prefix_matrix,
+            src_idx,
+            send_head,
+            channel_prefix,
+            recv_channel_prefix: vec![0; ranks],
+        }))
+    }
+
+    /// A handle from the tensors that one consists of: `rank_prefix_matrix` `[R, R]` i32,
+    /// `recv_src_idx` `[N]` i32 and `is_token_in_rank` `[T, R]` u8.
+    ///
+    /// # Errors
+    /// A shape or type differs, or the prefix sums decrease or do not fit `recv_src_idx`.
+    pub fn from_parts(
+        rank: Rank,
+        rank_prefix_matrix: Tensor<'_>,
+        recv_src_idx: Tensor<'_>,
+        is_token_in_rank: Tensor<'_>,
+    ) -> Result<Self> {
+        let routes = Routes::from_mask(is_token_in_rank)?;
+        let ranks = routes.ranks();
+        if rank_prefix_matrix.shape() != [ranks, ranks] || rank.0 >= ranks {
+            return Err(Error::invalid(
+                "rank_prefix_matrix",
+                format!("{rank_prefix_matrix:?} on rank {rank}"),
+                format!("must be i32 [{ranks}, {ranks}] as is_token_in_rank says"),
+            ));
+        }
+        let matrix = rank_prefix_matrix.as_slice::<i32>()?;
+        let src_idx = recv_src_idx.as_slice::<i32>()?.to_vec();
+        let mut rows_from = Vec::with_capacity(ranks);
+        let mut before = 0i32;
+        for source in 0..ranks {
+            let sum = matrix[source * ranks + rank.0];
+            if sum < before || sum as usize > src_idx.len() {
+                return Err(Error::invalid(
+                    format!("rank_prefix_matrix[{source}, {rank}]"),
+                    sum,
+                    format!("must lie between {before} and the {} rows of recv_src_idx", src_idx.len()),
+                ));
+            }
+            rows_from.push((sum - before) as usize);
+            before = sum;
+        }
+        Ok(Self::new(rank, routes, &rows_from, src_idx))
+    }
+
+    /// The rank that made it.
+    pub fn rank(&self) -> Rank {
+        self.0.rank
+    }
+
+    /// Ranks of the group, `R`.
+    pub fn num_ranks(&self) -> usize {
+        self.0.routes.ranks()
+    }
+
+    /// Tokens of this rank, `T`.
+    pub fn num_tokens(&self) -> usize {
+        self.0.routes.tokens()
+    }
+
+    /// Rows that this rank received, `N`.
+    pub fn num_recv_rows(&self) -> usize {
+        let ranks = self.num_ranks();
+        self.0.rank_prefix_matrix[(ranks - 1) * ranks + self.0.rank.0] as usize
+    }
+
+    /// `[R, R]` i32: element `[s, rank]` is the inclusive prefix over source ranks of rows received
+    /// from `s`; other columns are 0.
+    pub fn rank_prefix_matrix(&self) -> Tensor<'_> {
+        let ranks = self.num_ranks();
+        view(&self.0.rank_prefix_matrix, &[ranks, ranks])
+    }
+
+    /// `[R, 1]` i32: rows sent to each rank, the channel prefix matrix with one channel.
+    pub fn channel_prefix_matrix(&self) -> Tensor<'_> {
+        view(&self.0.channel_prefix, &[self.num_ranks(), 1])
+    }
+
+    /// `[R, 1]` i32: where each source's only channel begins among its rows, which is 0.
+    pub fn recv_channel_prefix_matrix(&self) -> Tensor<'_> {
+        view(&self.0.recv_channel_prefix, &[self.num_ranks(), 1])
+    }
+
+    /// `[N]` i32 (or as many as worst-case outputs have): source token of each received row.
+    pub fn recv_src_idx(&self) -> Tensor<'_> {
+        view(&self.0.src_idx, &[self.0.src_idx.len()])
+    }
+
+    /// `[T, R]` u8, 0 or 1.
+    pub fn is_token_in_rank(&self) -> Tensor<'_> {
+        self.0.routes.is_token_in_rank()
+    }
+
+    /// `[T, R]` i32: position of the token among the rows that went to the rank, -1 where it did
+    /// not go.
+    pub fn send_head(&self) -> Tensor<'_> {
+        view(&self.0.send_head, &[self.num_tokens(), self.num_ranks()])
+    }
+
+    pub(crate) fn routes(&self) -> &Routes {
+        &self.0.routes
+    }
+
+    /// Slots of one token, `[R]`, -1 where it did not go.
+    pub(crate) fn slots(&self, token: usize) -> &[i32] {
+        let ranks = self.num_ranks();
+        &self.0.send_head[token * ranks..][..ranks]
+    }
+
+    /// Rows received from each source.
+    pub(crate) fn rows_from(&self) -> Vec<usize> {
+        let (ranks, me) = (self.num_ranks(), self.0.rank.0);
+        let mut before = 0;
+        (0..ranks)
+            .map(|source| {
+                let sum = self.0.rank_prefix_matrix[source * ranks + me];
+                std::mem::replace(&mut before, sum).abs_diff(sum) as usize
+            })
+            .collect()
+    }
+
+    /// First row received from each source.
+    pub(crate) fn first_row_from(&self) -> Vec<usize> {
+        exclusive_prefix(&self.rows_from())
+    }
+
+    pub(crate) fn src_idx(&self) -> &[i32] {
+        &self.0.src_idx
+    }
+}
+
+fn view<'a>(data: &'a [i32], shape: &[usize]) -> Tensor<'a> {
+    Tensor::new(data, shape).expect("a handle's tensors have the shapes it was made with")
+}
+
+impl fmt::Debug for DispatchHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DispatchHandle")
+            .field("rank", &self.0.rank)
+            .field("num_ranks", &self.num_ranks())
+            .field("num_tokens", &self.num_tokens())
+            .field("num_recv_rows", &self.num_recv_rows())
+            .finish()
+    }
+}
+
+/// The routes of a low-latency dispatch; it may be combined several times.
+#[derive(Debug, Clone)]
+pub struct LowLatencyHandle(Arc<LowLatencyData>);
+
+#[derive(Debug)]
+struct LowLatencyData {
+    src_info: OwnedTensor,
+    layout_range: OwnedTensor,
+    max_tokens_per_rank: usize,
+    hidden: usize,
+    num_experts: usize,
+}
+
+impl LowLatencyHandle {
+    /// A handle from the tensors that one consists of.
+    ///
+    /// `src_info` `[E/R, R*M]` i32 holds the token index at its source, `layout_range` `[E/R, R]`
+    /// i64 the begin row in the high and the count in the low 32 bits.
+    ///
+    /// # Errors
+    /// Shapes or types do not fit each other, or a range reaches beyond `R*M` rows or `M` tokens.
+    pub fn from_parts(
+        src_info: Tensor<'_>,
+        layout_range: Tensor<'_>,
+        max_tokens_per_rank: usize,
+        hidden: usize,
+        num_experts: usize,
+    ) -> Result<Self> {
+        let &[local, ranks] = layout_range.shape() else {
+            return Err(Error::invalid("layout_range", format!("{layout_range:?}"), "must be [E/R, R]"));
+        };
+        let rows = ranks * max_tokens_per_rank;
+        if src_info.shape() != [local, rows] || num_experts != local * ranks {
+            return Err(Error::invalid(
+                "src_info",
+                format!("{src_info:?}"),
+                format!("must be i32 [{local}, {rows}] for {num_experts} experts on {ranks} ranks"),
+            ));
+        }
+        let (info, ranges) = (src_info.as_slice::<i32>()?, layout_range.as_slice::<i64>()?);
+        for (at, &range) in ranges.iter().enumerate() {
+            let (begin, count) = unpack_range(range);
+            let fits = count <= max_tokens_per_rank
+                && begin + count <= rows
+                && info[at / ranks * rows..][begin..begin + count]
+                    .iter()
+                    .all(|&token| (token as usize) < max_tokens_per_rank);
+            if !fits {
+                return Err(Error::invalid(
+                    format!("layout_range[{}, {}]", at / ranks, at % ranks),
+                    format!("{count} rows from {begin}"),
+                    format!("must stay within {rows} rows of tokens below {max_tokens_per_rank}"),
+                ));
+            }
+        }
+        let mut copy = Self::empty(local, ranks, max_tokens_per_rank, hidden)?;
+        let data = Arc::get_mut(&mut copy.0).expect("just made");
+        data.src_info.as_mut_slice::<i32>()?.copy_from_slice(info);
+        data.layout_range.as_mut_slice::<i64>()?.copy_from_slice(ranges);
+        Ok(copy)
+    }
+
+    pub(crate) fn empty(local: usize, ranks: usize, max_tokens: usize, hidden: usize) -> Result<Self> {
+        Ok(Self(Arc::new(LowLatencyData {
+            src_info: OwnedTensor::zeros(DType::I32, &[local, ranks * max_tokens])?,
+            layout_range: OwnedTensor::zeros(DType::I64, &[local, ranks])?,
+            max_tokens_per_rank: max_tokens,
+            hidden,
+            num_experts: local * ranks,
+        })))
+    }
+
+    /// `(src_info, layout_range)` of a handle that has no clone yet.
+    pub(crate) fn tables_mut(&mut self) -> (&mut [i32], &mut [i64]) {
+        let data = Arc::get_mut(&mut self.0).expect("a handle is filled before it is cloned");
+        (
+            data.src_info.as_mut_slice().expect("made as dense i32"),
+            data.layout_range.as_mut_slice().expect("made as dense i64"),
+        )
+    }
+
+    /// `[E/R, R*M]` i32: token index at its source of each row.
+    pub fn src_info(&self) -> Tensor<'_> {
+        self.0.src_info.as_tensor()
+    }
+
+    /// `[E/R, R]` i64: begin row in the high, count in the low 32 bits.
+    pub fn layout_range(&self) -> Tensor<'_> {
+        self.0.layout_range.as_tensor()
+    }
+
+    /// `M`.
+    pub fn max_tokens_per_rank(&self) -> usize {
+        self.0.max_tokens_per_rank
+    }
+
+    /// `H` of the dispatched rows; a combine may use another.
+    pub fn hidden(&self) -> usize {
+        self.0.hidden
+    }
+
+    /// `E`.
+    pub fn num_experts(&self) -> usize {
+        self.0.num_experts
+    }
+
+    /// Begin row and count of the rows of local expert `e` from source `s`.
+    pub(crate) fn range(&self, e: usize, s: usize) -> (usize, usize) {
+        let ranks = self.0.layout_range.shape()[1];
+        unpack_range(self.0.layout_range.as_slice::<i64>().expect("made as dense i64")[e * ranks + s])
+    }
+}
+
+/// `layout_range` entry of `count` rows from `begin`.
+pub(crate) fn pack_range(begin: usize, count: usize) -> i64 {
+    ((begin as u64) << 32 | count as u64) as i64
+}
+
+fn unpack_range(range: i64) -> (usize, usize) {
+    ((range as u64 >> 32) as usize, (range as u64 & 0xffff_ffff) as usize)
+}

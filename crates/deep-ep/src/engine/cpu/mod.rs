@@ -1,0 +1,3 @@
+//! The CPU engine: threads and SIMD.
+
+pub(crate) mod copy;

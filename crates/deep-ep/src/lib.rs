@@ -4,7 +4,9 @@
 compile_error!("deep-ep needs Linux: it shares memory by memfd and waits on futexes");
 
 pub mod dtype;
+pub(crate) mod engine;
 mod error;
+pub mod memory;
 pub mod tensor;
 pub mod topology;
 

@@ -5,10 +5,12 @@ compile_error!("deep-ep needs Linux: it shares memory by memfd and waits on fute
 
 pub mod dtype;
 mod error;
+pub mod reference;
+pub mod routing;
 pub mod tensor;
 pub mod topology;
 
 pub use dtype::{DType, Element, F8E4M3};
 pub use error::{Error, Reject, Result, Text};
 pub use tensor::{OwnedTensor, Tensor, TensorMut};
-pub use topology::Rank;
+pub use topology::{Rank, Topology};

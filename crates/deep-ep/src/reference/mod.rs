@@ -1,0 +1,1 @@
+//! The slow, obvious definition of dispatch and combine.

@@ -108,6 +108,11 @@ impl<'a, I: ExpertIndex> TopK<'a, I> {
         )
     }
 
+    /// `K`.
+    pub(super) fn top_k(&self) -> usize {
+        self.tensor.shape()[1]
+    }
+
     /// Calls `each(t, choices of token t)` for the tokens in ascending order.
     #[inline]
     pub(super) fn for_each_row(&self, mut each: impl FnMut(usize, &[I])) {

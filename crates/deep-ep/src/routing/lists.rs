@@ -90,10 +90,10 @@ pub(super) fn spread_masks(masks: &[u32], ranks: usize, bytes: &mut Vec<u8>) {
     let len = masks.len() * ranks;
     bytes.resize(len + MAX_MASK_RANKS, 0);
     for (t, &mask) in masks.iter().enumerate() {
-        for first in (0..ranks).step_by(8) {
-            let at = t * ranks + first;
-            let eight = spread_eight((mask >> first) as u8);
-            bytes[at..at + 8].copy_from_slice(&eight.to_le_bytes());
+        let row = &mut bytes[t * ranks..][..MAX_MASK_RANKS];
+        row[..8].copy_from_slice(&spread_eight(mask as u8).to_le_bytes());
+        if ranks > 8 {
+            row[8..].copy_from_slice(&spread_eight((mask >> 8) as u8).to_le_bytes());
         }
     }
     bytes.truncate(len);

@@ -46,8 +46,6 @@ struct Scratch {
     masks: Vec<u32>,
     /// `(rank, token)` in token order; only the front part is in use.
     pairs: Vec<(u32, u32)>,
-    /// `[R + 1]`: one more than the last token that chose the rank.
-    last: Vec<u32>,
 }
 
 impl Routes {
@@ -131,54 +129,51 @@ impl Routes {
     fn build_by_masks<I: ExpertIndex>(&mut self, topk: &TopK<'_, I>, map: &ExpertMap) {
         let ranks = self.ranks;
         let masks = &mut self.scratch.masks;
-        masks.resize(self.tokens, 0);
+        masks.clear();
         let counts = &mut self.tokens_per_expert[..];
-        let mut most = 0;
-        topk.for_each_row(|t, row| {
+        topk.for_each_row(|_, row| {
             let mut mask = 0u32;
             for &id in row {
                 let expert = expert_or_end(id, map);
                 counts[expert] += 1;
                 mask |= 1 << map.block_of(expert);
             }
-            most = row.len();
-            masks[t] = mask & !(1 << ranks);
+            masks.push(mask & !(1 << ranks));
         });
-        self.lists.build_from_masks(masks, ranks, most);
+        self.lists.build_from_masks(masks, ranks, topk.top_k());
         spread_masks(masks, ranks, &mut self.is_token_in_rank);
         count_lists(&self.lists, &mut self.tokens_per_rank);
     }
 
     fn build_by_pairs<I: ExpertIndex>(&mut self, topk: &TopK<'_, I>, map: &ExpertMap) {
         let ranks = self.ranks;
-        self.is_token_in_rank.resize(self.tokens * ranks, 0);
+        // Places without a choice belong to "rank" R, whose byte is the next row's first one (there
+        // is one more at the end). It is still 0 then and stays so.
+        self.is_token_in_rank.resize(self.tokens * ranks + 1, 0);
         self.tokens_per_rank.resize(ranks + 1, 0);
-        let Scratch { pairs, last, .. } = &mut self.scratch;
-        last.clear();
-        last.resize(ranks + 1, 0);
+        let pairs = &mut self.scratch.pairs;
+        let room = self.tokens * ranks.min(topk.top_k()) + 1;
+        if pairs.len() < room {
+            pairs.resize(room, (0, 0));
+        }
         let (bytes, per_rank) = (&mut self.is_token_in_rank, &mut self.tokens_per_rank);
         let counts = &mut self.tokens_per_expert[..];
         let mut end = 0;
         topk.for_each_row(|t, row| {
-            // Every choice is written; only the first one of its rank is kept.
-            if pairs.len() < end + row.len() + 1 {
-                pairs.resize(2 * end + row.len() + 1, (0, 0));
-            }
-            let begin = end;
             for &id in row {
                 let expert = expert_or_end(id, map);
                 counts[expert] += 1;
                 let rank = map.block_of(expert);
-                let new = last[rank] != t as u32 + 1 && rank < ranks;
-                last[rank] = t as u32 + 1;
+                let byte = &mut bytes[t * ranks + rank];
+                let new = u8::from(rank < ranks) & !*byte;
+                *byte |= new;
                 per_rank[rank] += u32::from(new);
+                // Every choice is written; only the first one of its rank is kept.
                 pairs[end] = (rank as u32, t as u32);
                 end += usize::from(new);
             }
-            for &(rank, _) in &pairs[begin..end] {
-                bytes[t * ranks + rank as usize] = 1;
-            }
         });
+        bytes.truncate(self.tokens * ranks);
         per_rank.truncate(ranks);
         self.lists.build_from_pairs(&pairs[..end], per_rank);
     }

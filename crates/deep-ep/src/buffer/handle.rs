@@ -302,6 +302,14 @@ impl LowLatencyHandle {
         })))
     }
 
+    /// The same handle for rows of another hidden size.
+    pub(crate) fn with_hidden(mut self, hidden: usize) -> Self {
+        if let Some(data) = Arc::get_mut(&mut self.0) {
+            data.hidden = hidden;
+        }
+        self
+    }
+
     /// `(src_info, layout_range)` of a handle that has no clone yet.
     pub(crate) fn tables_mut(&mut self) -> (&mut [i32], &mut [i64]) {
         let data = Arc::get_mut(&mut self.0).expect("a handle is filled before it is cloned");

@@ -12,6 +12,10 @@ mod statistics;
 
 use std::sync::Arc;
 
+pub(crate) use check::{
+    combine_output as check_combine_output, dispatch_output as check_dispatch_output,
+    low_latency_combined as check_low_latency_combined, low_latency_output as check_low_latency_output,
+};
 pub use combine::{CombineInput, CombineOutput, CombineRows, Combined, PendingCombine};
 pub use config::{BufferConfig, EngineKind, LowLatencyConfig, Stream};
 pub use dispatch::{
@@ -58,7 +62,7 @@ impl Buffer {
     /// be had; the engine is not available here.
     pub fn new(communicator: &Communicator, config: BufferConfig) -> Result<Self> {
         config.check()?;
-        let topology = Topology::new(communicator.size(), communicator.size())?;
+        let topology = Topology::single_node(communicator.size())?;
         let engine: Arc<dyn Engine> = match config.engine {
             EngineKind::Auto | EngineKind::Cpu => Arc::new(CpuEngine::new(communicator, &config)?),
             EngineKind::Cuda => {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use half::{bf16, f16};
 
 use super::{
-    announce::{ACCEPTED, Announcement, Terms, gather, note_reject},
+    announce::{ACCEPTED, Announcement, Terms, gather_all, note_reject},
     control::Kind,
     core::{Counters, CpuLoan, Member, Turn},
     group::{Absent, At, Stage},
@@ -196,7 +196,7 @@ impl InFlight {
     /// Waits for the rows of all ranks.
     fn parts<'a>(&'a self, input: &'a CombineInput<'_>) -> Result<Vec<Part>> {
         let group = &self.member.core.group;
-        let announced = gather(group, self.call, &self.own)?;
+        let announced = gather_all(group, self.call, &self.own)?;
         let mut notes = vec![[0; 4]; group.ranks()];
         let at = At { operation: OPERATION, stage: Stage::Rows };
         group.wait(at, group.peers().collect(), Absent::Fail, |peer| {
@@ -273,7 +273,7 @@ impl InFlight {
         }
     }
 
-    fn sum_rows<T: Element + codec::Summand>(
+    fn sum_rows<T: Element + codec::SumElement>(
         &self,
         input: &CombineInput<'_>,
         parts: &[Part],
@@ -304,7 +304,7 @@ impl InFlight {
                 summed += (rows.len() + biases.len()) * row;
                 // SAFETY: each token's row is written by one thread only.
                 let out = unsafe { to.row(token).bytes() };
-                codec::sum_rows(&rows, &biases, bytemuck::cast_slice_mut(out), store.is_streaming());
+                codec::sum_rows(&biases, &rows, bytemuck::cast_slice_mut(out), store.is_streaming());
             }
             codec::store_fence();
             Counters::add(&core.counters.summed, summed);

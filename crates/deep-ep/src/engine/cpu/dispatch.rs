@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Instant};
 
 use super::{
-    announce::{ACCEPTED, Announcement, NO_MEMORY, Terms, gather, note_reject},
+    announce::{ACCEPTED, Announcement, NO_MEMORY, Terms, gather_all, note_reject},
     control::Kind,
     core::{Counters, CpuLoan, Member, Turn},
     group::{Absent, At, Stage},
@@ -213,7 +213,7 @@ impl InFlight {
             return Ok(());
         }
         let group = &self.member.core.group;
-        let announced = gather(group, self.call, &self.own)?;
+        let announced = gather_all(group, self.call, &self.own)?;
         for rank in 0..group.ranks() {
             let rows: u64 = announced.iter().map(|from| from.rows[rank]).sum();
             let worst = announced[rank].worst_rows;

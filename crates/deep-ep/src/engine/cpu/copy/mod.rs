@@ -36,6 +36,9 @@ pub(crate) enum Store {
 /// Rows shorter than this are never streamed: too many of their cache lines are partial.
 const SHORTEST_STREAM: usize = 1024;
 
+/// Calls that move less are not streamed: the rows stay in the caches for whoever reads them next.
+const STREAM_FROM: usize = 2 << 20;
+
 /// A longer source is copied to several destinations in pieces of this many bytes, so that it is
 /// read from memory once and from the first-level cache afterwards.
 const PIECE: usize = 16 << 10;
@@ -44,6 +47,16 @@ impl Store {
     /// How to store rows of `row_bytes` when a call moves `total_bytes` and nobody reads them
     /// before they leave a cache of `cache_bytes` (what the writing thread can call its own: its
     /// second-level cache).
+    /// How to store `total_bytes` of rows, each at least [`SHORTEST_STREAM`] long or not.
+    pub(crate) fn for_bytes(total_bytes: usize) -> Self {
+        if total_bytes > STREAM_FROM { Self::Streaming } else { Self::Cached }
+    }
+
+    /// Whether [`store_fence`] is needed.
+    pub(crate) fn is_streaming(self) -> bool {
+        self == Self::Streaming
+    }
+
     pub(crate) fn for_rows(row_bytes: usize, total_bytes: u64, cache_bytes: u64) -> Self {
         if row_bytes >= SHORTEST_STREAM && total_bytes > cache_bytes {
             Self::Streaming

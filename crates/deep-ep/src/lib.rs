@@ -3,8 +3,10 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("deep-ep needs Linux: it shares memory by memfd and waits on futexes");
 
+pub mod bootstrap;
 pub mod dtype;
 mod error;
+pub mod settings;
 pub mod tensor;
 pub mod topology;
 

@@ -12,14 +12,14 @@ mod error;
 pub mod memory;
 pub mod reference;
 pub mod routing;
-mod settings;
+pub mod settings;
 pub mod tensor;
 pub mod topology;
 
 pub use bootstrap::Communicator;
 pub use buffer::{
     Buffer, BufferConfig, CombineInput, CombineOutput, CombineRows, CombineWire, Combined,
-    DispatchHandle, DispatchInput, DispatchOutput, Dispatched, EngineKind, Landing, Layout, Loan,
+    DispatchHandle, DispatchInput, DispatchOutput, Dispatched, Landing, Layout, Loan,
     LowLatencyCombineInput, LowLatencyConfig, LowLatencyDispatchInput, LowLatencyDispatchOutput,
     LowLatencyDispatched, LowLatencyHandle, MemoryUse, PendingCombine, PendingDispatch,
     PendingLowLatencyCombine, PendingLowLatencyDispatch, ReceivedCounts, Routes, RowFormat,
@@ -27,6 +27,6 @@ pub use buffer::{
 };
 pub use dtype::{DType, Element, F8E4M3};
 pub use error::{Error, Reject, Result, Text};
-pub use settings::Settings;
+pub use settings::{EngineChoice, Settings};
 pub use tensor::{Device, OwnedTensor, Shape, Tensor, TensorMut};
 pub use topology::{Rank, Topology};

@@ -17,7 +17,7 @@ pub(crate) use check::{
     low_latency_combined as check_low_latency_combined, low_latency_output as check_low_latency_output,
 };
 pub use combine::{CombineInput, CombineOutput, CombineRows, Combined, PendingCombine};
-pub use config::{BufferConfig, EngineKind, LowLatencyConfig, Stream};
+pub use config::{BufferConfig, LowLatencyConfig, Stream};
 pub use dispatch::{
     DispatchInput, DispatchOutput, Dispatched, Landing, PendingDispatch, ReceivedCounts, Routes, TopK,
 };
@@ -37,6 +37,7 @@ use crate::{
     engine::{Engine, Operation, cpu::CpuEngine},
     error::{Error, Reject, Result},
     routing::ExpertMap,
+    settings::EngineChoice,
     tensor::Tensor,
     topology::{Rank, Topology},
 };
@@ -64,8 +65,8 @@ impl Buffer {
         config.check()?;
         let topology = Topology::single_node(communicator.size())?;
         let engine: Arc<dyn Engine> = match config.engine {
-            EngineKind::Auto | EngineKind::Cpu => Arc::new(CpuEngine::new(communicator, &config)?),
-            EngineKind::Cuda => {
+            EngineChoice::Auto | EngineChoice::Cpu => Arc::new(CpuEngine::new(communicator, &config)?),
+            EngineChoice::Cuda => {
                 return Err(Error::Unsupported {
                     feature: "engine cuda".into(),
                     why: "this build has only the cpu engine".into(),

@@ -3,7 +3,7 @@
 
 use super::{
     Buffer, CombineInput, CombineOutput, CombineWire, DispatchInput, DispatchOutput,
-    LowLatencyCombineInput, LowLatencyDispatchInput, LowLatencyDispatchOutput, RowFormat, Routes,
+    LowLatencyCombineInput, LowLatencyDispatchInput, LowLatencyDispatchOutput, Routes, RowFormat,
     TopK,
 };
 use crate::{
@@ -19,7 +19,12 @@ type Check = Result<(), Reject>;
 /// Rows are a multiple of this many bytes.
 const ROW_GRAIN: usize = 16;
 
-fn require(holds: bool, argument: &'static str, value: impl std::fmt::Debug, limit: impl FnOnce() -> String) -> Check {
+fn require(
+    holds: bool,
+    argument: &'static str,
+    value: impl std::fmt::Debug,
+    limit: impl FnOnce() -> String,
+) -> Check {
     if holds {
         return Ok(());
     }
@@ -40,9 +45,17 @@ fn experts(buffer: &Buffer, num_experts: usize) -> Check {
 }
 
 fn agreed(name: &'static str, value: usize, agreed: Option<usize>) -> Check {
-    require(agreed.is_none_or(|agreed| agreed == value), name, value, || {
-        format!("must be {}, as the buffer was made for", agreed.unwrap_or(value))
-    })
+    require(
+        agreed.is_none_or(|agreed| agreed == value),
+        name,
+        value,
+        || {
+            format!(
+                "must be {}, as the buffer was made for",
+                agreed.unwrap_or(value)
+            )
+        },
+    )
 }
 
 fn rows(name: &'static str, x: &Tensor<'_>) -> Check {
@@ -53,29 +66,39 @@ fn rows(name: &'static str, x: &Tensor<'_>) -> Check {
         format!("must have rows of a multiple of {ROW_GRAIN} bytes, not {bytes}")
     })?;
     let tokens = x.shape()[0];
-    require(tokens < 1 << 31, name, x, || "must have fewer than 2^31 tokens".into())
+    require(tokens < 1 << 31, name, x, || {
+        "must have fewer than 2^31 tokens".into()
+    })
 }
 
 fn topk(buffer: &Buffer, topk: &TopK<'_>, tokens: usize) -> Check {
     let idx = &topk.idx;
     let integer = matches!(idx.dtype(), DType::I32 | DType::I64);
     let shaped = idx.shape().len() == 2 && idx.shape()[0] == tokens;
-    require(integer && shaped, "topk_idx", idx, || format!("must be i64 or i32 [{tokens}, K]"))?;
+    require(integer && shaped, "topk_idx", idx, || {
+        format!("must be i64 or i32 [{tokens}, K]")
+    })?;
     let k = idx.shape()[1];
     require((1..=MAX_TOP_K).contains(&k), "topk_idx", idx, || {
         format!("must have 1 to {MAX_TOP_K} choices a token")
     })?;
     agreed("top_k", k, buffer.config().top_k)?;
-    topk.weights.as_ref().map_or(Ok(()), |weights| topk_weights(weights, tokens, k))
+    topk.weights
+        .as_ref()
+        .map_or(Ok(()), |weights| topk_weights(weights, tokens, k))
 }
 
 fn topk_weights(weights: &Tensor<'_>, tokens: usize, k: usize) -> Check {
     let fits = weights.dtype() == DType::F32 && weights.shape() == [tokens, k];
-    require(fits, "topk_weights", weights, || format!("must be f32 [{tokens}, {k}]"))
+    require(fits, "topk_weights", weights, || {
+        format!("must be f32 [{tokens}, {k}]")
+    })
 }
 
 fn num_sms(sms: Option<usize>) -> Check {
-    require(sms != Some(0), "num_sms", sms, || "must be at least 1".into())
+    require(sms != Some(0), "num_sms", sms, || {
+        "must be at least 1".into()
+    })
 }
 
 pub(super) fn dispatch(input: &DispatchInput<'_>, buffer: &Buffer) -> Check {
@@ -84,10 +107,13 @@ pub(super) fn dispatch(input: &DispatchInput<'_>, buffer: &Buffer) -> Check {
     agreed("hidden", input.x.shape()[1], buffer.config().hidden)?;
     num_sms(input.num_sms)?;
     let alignment = input.expert_alignment;
-    require(alignment > 0, "expert_alignment", alignment, || "must be at least 1".into())?;
+    require(alignment > 0, "expert_alignment", alignment, || {
+        "must be at least 1".into()
+    })?;
     if let Some(scales) = &input.scales {
         let wide = matches!(scales.dtype(), DType::F32 | DType::I32);
-        let shaped = scales.shape().len() == 2 && scales.shape()[0] == tokens && scales.shape()[1] > 0;
+        let shaped =
+            scales.shape().len() == 2 && scales.shape()[0] == tokens && scales.shape()[1] > 0;
         require(wide && shaped, "x[1] (scales)", scales, || {
             format!("must be f32 or i32 [{tokens}, S] with S at least 1")
         })?;
@@ -96,18 +122,35 @@ pub(super) fn dispatch(input: &DispatchInput<'_>, buffer: &Buffer) -> Check {
         })?;
     }
     let choices = match &input.routes {
-        Routes::TopK { topk: choices, num_experts } => {
+        Routes::TopK {
+            topk: choices,
+            num_experts,
+        } => {
             experts(buffer, *num_experts)?;
             Some(choices)
         }
-        Routes::Layout { layout, topk: choices } => {
+        Routes::Layout {
+            layout,
+            topk: choices,
+        } => {
             let routes = &layout.routes;
-            require(routes.ranks() == buffer.num_ranks(), "is_token_in_rank", routes.ranks(), || {
-                format!("must have a column for each of {} ranks", buffer.num_ranks())
-            })?;
-            require(routes.tokens() == tokens, "is_token_in_rank", routes.tokens(), || {
-                format!("must have a row for each of {tokens} tokens")
-            })?;
+            require(
+                routes.ranks() == buffer.num_ranks(),
+                "is_token_in_rank",
+                routes.ranks(),
+                || {
+                    format!(
+                        "must have a column for each of {} ranks",
+                        buffer.num_ranks()
+                    )
+                },
+            )?;
+            require(
+                routes.tokens() == tokens,
+                "is_token_in_rank",
+                routes.tokens(),
+                || format!("must have a row for each of {tokens} tokens"),
+            )?;
             experts(buffer, layout.tokens_per_expert.len())?;
             choices.as_ref()
         }
@@ -123,17 +166,28 @@ pub(super) fn dispatch(input: &DispatchInput<'_>, buffer: &Buffer) -> Check {
         topk(buffer, choices, tokens)?;
     }
     let worst = input.num_worst_tokens;
-    require(worst.is_none() || choices.is_some() || matches!(input.routes, Routes::Handle(_)),
-        "num_worst_tokens", worst, || "must come with topk_idx".into())?;
-    require(worst.is_none_or(|rows| rows < 1 << 31), "num_worst_tokens", worst, || {
-        "must be below 2^31".into()
-    })
+    require(
+        worst.is_none() || choices.is_some() || matches!(input.routes, Routes::Handle(_)),
+        "num_worst_tokens",
+        worst,
+        || "must come with topk_idx".into(),
+    )?;
+    require(
+        worst.is_none_or(|rows| rows < 1 << 31),
+        "num_worst_tokens",
+        worst,
+        || "must be below 2^31".into(),
+    )
 }
 
 fn dispatch_handle(handle: &super::DispatchHandle, buffer: &Buffer) -> Check {
     let fits = handle.rank() == buffer.rank() && handle.num_ranks() == buffer.num_ranks();
     require(fits, "handle", handle, || {
-        format!("must be of rank {} of {}", buffer.rank(), buffer.num_ranks())
+        format!(
+            "must be of rank {} of {}",
+            buffer.rank(),
+            buffer.num_ranks()
+        )
     })
 }
 
@@ -147,7 +201,10 @@ pub(crate) fn dispatch_output(
     let x = &out.x;
     let fits = x.dtype() == input.x.dtype() && x.shape() == [rows, hidden] && x.rows_are_dense();
     require(fits, "recv_x", x, || {
-        format!("must be {} [{rows}, {hidden}] with dense rows", input.x.dtype())
+        format!(
+            "must be {} [{rows}, {hidden}] with dense rows",
+            input.x.dtype()
+        )
     })?;
     let choices = match &input.routes {
         Routes::TopK { topk, .. } => Some(topk),
@@ -156,11 +213,19 @@ pub(crate) fn dispatch_output(
     };
     let columns = |tensor: &Tensor<'_>| (tensor.dtype(), tensor.shape()[1]);
     let scales = input.scales.as_ref().map(columns);
-    require(scales.is_some() == out.scales.is_some(), "recv_x[1] (scales)", &out.scales, || {
-        "must be given exactly when x has scales".into()
-    })?;
+    require(
+        scales.is_some() == out.scales.is_some(),
+        "recv_x[1] (scales)",
+        &out.scales,
+        || "must be given exactly when x has scales".into(),
+    )?;
     dense("recv_x[1] (scales)", &out.scales, scales, rows)?;
-    dense("recv_topk_idx", &out.topk_idx, choices.map(|c| columns(&c.idx)), rows)?;
+    dense(
+        "recv_topk_idx",
+        &out.topk_idx,
+        choices.map(|c| columns(&c.idx)),
+        rows,
+    )?;
     let weights = choices.and_then(|c| c.weights.as_ref()).map(columns);
     dense("recv_topk_weights", &out.topk_weights, weights, rows)
 }
@@ -173,10 +238,17 @@ fn dense(
     rows: usize,
 ) -> Check {
     let Some(out) = out else { return Ok(()) };
-    let (dtype, columns) =
-        travels.ok_or_else(|| Reject::new(name, format!("{out:?}"), "must be left out: nothing travels for it"))?;
+    let (dtype, columns) = travels.ok_or_else(|| {
+        Reject::new(
+            name,
+            format!("{out:?}"),
+            "must be left out: nothing travels for it",
+        )
+    })?;
     let fits = out.dtype() == dtype && out.shape() == [rows, columns] && out.is_dense();
-    require(fits, name, out, || format!("must be dense {dtype} [{rows}, {columns}]"))
+    require(fits, name, out, || {
+        format!("must be dense {dtype} [{rows}, {columns}]")
+    })
 }
 
 pub(super) fn combine(input: &CombineInput<'_>, buffer: &Buffer) -> Check {
@@ -203,7 +275,8 @@ pub(super) fn combine(input: &CombineInput<'_>, buffer: &Buffer) -> Check {
     }
     let (tokens, hidden) = (input.handle.num_tokens(), x.shape()[1]);
     for bias in input.bias.iter().flatten() {
-        let fits = bias.dtype() == x.dtype() && bias.shape() == [tokens, hidden] && bias.rows_are_dense();
+        let fits =
+            bias.dtype() == x.dtype() && bias.shape() == [tokens, hidden] && bias.rows_are_dense();
         require(fits, "bias", bias, || {
             format!("must be {} [{tokens}, {hidden}] with dense rows", x.dtype())
         })?;
@@ -215,14 +288,21 @@ pub(super) fn combine(input: &CombineInput<'_>, buffer: &Buffer) -> Check {
 pub(crate) fn combine_output(input: &CombineInput<'_>, out: &CombineOutput<'_>) -> Check {
     let (x, tokens) = (input.x.as_tensor(), input.handle.num_tokens());
     let hidden = x.shape()[1];
-    let fits = out.x.dtype() == x.dtype() && out.x.shape() == [tokens, hidden] && out.x.rows_are_dense();
+    let fits =
+        out.x.dtype() == x.dtype() && out.x.shape() == [tokens, hidden] && out.x.rows_are_dense();
     require(fits, "combined_x", &out.x, || {
         format!("must be {} [{tokens}, {hidden}] with dense rows", x.dtype())
     })?;
-    let weights = input.topk_weights.as_ref().map(|weights| (DType::F32, weights.shape()[1]));
-    require(weights.is_some() == out.topk_weights.is_some(), "combined_topk_weights", &out.topk_weights, || {
-        "must be given exactly when topk_weights is".into()
-    })?;
+    let weights = input
+        .topk_weights
+        .as_ref()
+        .map(|weights| (DType::F32, weights.shape()[1]));
+    require(
+        weights.is_some() == out.topk_weights.is_some(),
+        "combined_topk_weights",
+        &out.topk_weights,
+        || "must be given exactly when topk_weights is".into(),
+    )?;
     dense("combined_topk_weights", &out.topk_weights, weights, tokens)
 }
 
@@ -230,11 +310,18 @@ pub(crate) fn combine_output(input: &CombineInput<'_>, out: &CombineOutput<'_>) 
 fn stats(name: &'static str, stats: &Option<TensorMut<'_>>, dtype: DType, len: usize) -> Check {
     let Some(stats) = stats else { return Ok(()) };
     let fits = stats.dtype() == dtype && stats.shape() == [len] && stats.is_dense();
-    require(fits, name, stats, || format!("must be dense {dtype} [{len}]"))
+    require(fits, name, stats, || {
+        format!("must be dense {dtype} [{len}]")
+    })
 }
 
 fn max_tokens(max: usize, tokens: usize) -> Check {
-    require(max < 1 << 24, "num_max_dispatch_tokens_per_rank", max, || "must be below 2^24".into())?;
+    require(
+        max < 1 << 24,
+        "num_max_dispatch_tokens_per_rank",
+        max,
+        || "must be below 2^24".into(),
+    )?;
     require(tokens <= max, "x", tokens, || {
         format!("must have at most num_max_dispatch_tokens_per_rank = {max} tokens")
     })
@@ -242,12 +329,21 @@ fn max_tokens(max: usize, tokens: usize) -> Check {
 
 pub(super) fn low_latency_dispatch(input: &LowLatencyDispatchInput<'_>, buffer: &Buffer) -> Check {
     rows("x", &input.x)?;
-    require(input.x.dtype() == DType::Bf16, "x", input.x, || "must be bf16".into())?;
+    require(input.x.dtype() == DType::Bf16, "x", input.x, || {
+        "must be bf16".into()
+    })?;
     let (tokens, hidden) = (input.x.shape()[0], input.x.shape()[1]);
     agreed("hidden", hidden, buffer.config().hidden)?;
     max_tokens(input.max_tokens_per_rank, tokens)?;
     experts(buffer, input.num_experts)?;
-    topk(buffer, &TopK { idx: input.topk_idx, weights: None }, tokens)?;
+    topk(
+        buffer,
+        &TopK {
+            idx: input.topk_idx,
+            weights: None,
+        },
+        tokens,
+    )?;
     let grain = match input.format {
         RowFormat::Bf16 => 1,
         RowFormat::Fp8(ScaleFormat::Ue8m0) => 512,
@@ -258,8 +354,18 @@ pub(super) fn low_latency_dispatch(input: &LowLatencyDispatchInput<'_>, buffer: 
     })?;
     let ranks = buffer.num_ranks();
     let stat = "cumulative_local_expert_recv_stats";
-    stats(stat, &input.recv_stats, DType::I32, input.num_experts / ranks)?;
-    stats("dispatch_wait_recv_cost_stats", &input.wait_stats, DType::I64, ranks)
+    stats(
+        stat,
+        &input.recv_stats,
+        DType::I32,
+        input.num_experts / ranks,
+    )?;
+    stats(
+        "dispatch_wait_recv_cost_stats",
+        &input.wait_stats,
+        DType::I64,
+        ranks,
+    )
 }
 
 /// Outputs of a low-latency dispatch in the caller's memory.
@@ -277,9 +383,12 @@ pub(crate) fn low_latency_output(
     require(fits, "recv_x", &out.x, || {
         format!("must be {x} [{local}, {rows}, {hidden}] with dense rows")
     })?;
-    require(scales.is_some() == out.scales.is_some(), "recv_x[1] (scales)", &out.scales, || {
-        "must be given exactly when rows are fp8".into()
-    })?;
+    require(
+        scales.is_some() == out.scales.is_some(),
+        "recv_x[1] (scales)",
+        &out.scales,
+        || "must be given exactly when rows are fp8".into(),
+    )?;
     if let (Some((dtype, columns)), Some(out)) = (scales, &out.scales) {
         let fits = out.dtype() == dtype && out.shape() == [local, rows, columns];
         require(fits, "recv_x[1] (scales)", out, || {
@@ -296,9 +405,12 @@ pub(super) fn low_latency_combine(input: &LowLatencyCombineInput<'_>, buffer: &B
     let (local, rows) = (handle.num_experts() / ranks, ranks * max);
     let shaped = x.shape().len() == 3 && x.shape()[..2] == [local, rows];
     let dense_rows = x.strides().last() == Some(&1);
-    require(x.dtype() == DType::Bf16 && shaped && dense_rows, "x", x, || {
-        format!("must be bf16 [{local}, {rows}, H] with dense rows")
-    })?;
+    require(
+        x.dtype() == DType::Bf16 && shaped && dense_rows,
+        "x",
+        x,
+        || format!("must be bf16 [{local}, {rows}, H] with dense rows"),
+    )?;
     let hidden = x.shape()[2];
     require(hidden > 0 && hidden % 8 == 0, "x", x, || {
         "must have rows of a multiple of 16 bytes".into()
@@ -308,19 +420,40 @@ pub(super) fn low_latency_combine(input: &LowLatencyCombineInput<'_>, buffer: &B
         format!("must be of {local} local experts and {ranks} ranks")
     })?;
     let tokens = input.topk_idx.shape()[0];
-    topk(buffer, &TopK { idx: input.topk_idx, weights: Some(input.topk_weights) }, tokens)?;
+    topk(
+        buffer,
+        &TopK {
+            idx: input.topk_idx,
+            weights: Some(input.topk_weights),
+        },
+        tokens,
+    )?;
     max_tokens(max, tokens)?;
     let exact = input.wire == CombineWire::Exact;
-    let room = buffer.config().low_latency.is_some_and(|c| c.exact_top_k.is_some());
+    let room = buffer
+        .config()
+        .low_latency
+        .is_some_and(|c| c.exact_top_k.is_some());
     require(!exact || room, "wire", input.wire, || {
         "must have room: set exact_top_k when the buffer is made".into()
     })?;
-    stats("combine_wait_recv_cost_stats", &input.wait_stats, DType::I64, ranks)
+    stats(
+        "combine_wait_recv_cost_stats",
+        &input.wait_stats,
+        DType::I64,
+        ranks,
+    )
 }
 
 /// Output of a low-latency combine in the caller's memory.
-pub(crate) fn low_latency_combined(input: &LowLatencyCombineInput<'_>, out: &TensorMut<'_>) -> Check {
+pub(crate) fn low_latency_combined(
+    input: &LowLatencyCombineInput<'_>,
+    out: &TensorMut<'_>,
+) -> Check {
     let (tokens, hidden) = (input.topk_idx.shape()[0], input.x.as_tensor().shape()[2]);
-    let fits = out.dtype() == DType::Bf16 && out.shape() == [tokens, hidden] && out.rows_are_dense();
-    require(fits, "out", out, || format!("must be bf16 [{tokens}, {hidden}] with dense rows"))
+    let fits =
+        out.dtype() == DType::Bf16 && out.shape() == [tokens, hidden] && out.rows_are_dense();
+    require(fits, "out", out, || {
+        format!("must be bf16 [{tokens}, {hidden}] with dense rows")
+    })
 }

@@ -95,7 +95,11 @@ impl BufferConfig {
     /// A variable's value is not usable; the error names it.
     pub fn from_env() -> Result<Self> {
         let settings = Settings::from_env()?;
-        Ok(Self { engine: settings.engine.value, timeout: settings.timeout.value, ..Self::default() })
+        Ok(Self {
+            engine: settings.engine.value,
+            timeout: settings.timeout.value,
+            ..Self::default()
+        })
     }
 
     pub(crate) fn check(&self) -> Result<()> {

@@ -145,7 +145,10 @@ impl Announcement {
         group: &Group,
     ) -> Result<Self> {
         if message.word(STATUS) != ACCEPTED {
-            return Err(Error::PeerRejected { rank: Rank(from), reason: read_reject(message, group) });
+            return Err(Error::PeerRejected {
+                rank: Rank(from),
+                reason: read_reject(message, group),
+            });
         }
         for (i, mine) in terms.words().into_iter().enumerate() {
             let other = message.word(TERMS + i);
@@ -181,7 +184,10 @@ pub(super) fn gather(
     absent: Absent,
     stats: Option<&mut TensorMut<'_>>,
 ) -> Result<Vec<Option<Announcement>>> {
-    let at = At { operation: own.terms.operation, stage: Stage::Counts };
+    let at = At {
+        operation: own.terms.operation,
+        stage: Stage::Counts,
+    };
     let start = cycles();
     let mut waited = vec![0; group.ranks()];
     group.wait(at, group.peers().collect(), absent, |peer| {
@@ -204,7 +210,9 @@ pub(super) fn gather(
             return Ok(None);
         }
         let message = group.look(rank, Kind::Announce, call)?;
-        message.map(|message| Announcement::read(&message, &own.terms, rank, group)).transpose()
+        message
+            .map(|message| Announcement::read(&message, &own.terms, rank, group))
+            .transpose()
     };
     (0..group.ranks()).map(read).collect()
 }
@@ -236,7 +244,10 @@ pub(super) fn post_reject(group: &Group, call: u64, reject: &Reject) {
     words.resize(FIXED_WORDS + group.ranks(), 0);
     words.push(text.len() as u64);
     text.resize(text.len().next_multiple_of(8), 0);
-    words.extend(text.chunks_exact(8).map(|chunk| u64::from_le_bytes(chunk.try_into().expect("8 bytes"))));
+    words.extend(
+        text.chunks_exact(8)
+            .map(|chunk| u64::from_le_bytes(chunk.try_into().expect("8 bytes"))),
+    );
     for peer in group.peers() {
         group.post(peer, Kind::Announce, call, &words);
     }
@@ -257,7 +268,11 @@ fn read_reject(message: &Message<'_>, group: &Group) -> Reject {
     let text = String::from_utf8_lossy(&bytes);
     let mut parts = text.splitn(3, '\0').map(str::to_owned);
     let mut next = || parts.next().unwrap_or_default();
-    Reject { argument: Text::from(next()), value: next(), limit: Text::from(next()) }
+    Reject {
+        argument: Text::from(next()),
+        value: next(),
+        limit: Text::from(next()),
+    }
 }
 
 /// The reason in the status of a later message.

@@ -21,7 +21,9 @@ impl Workers {
                     .num_threads(threads)
                     .thread_name(|i| format!("deep-ep-{i}"))
                     .build()
-                    .map_err(|error| Error::io("starting worker threads", std::io::Error::other(error)))
+                    .map_err(|error| {
+                        Error::io("starting worker threads", std::io::Error::other(error))
+                    })
             })
             .transpose()?;
         Ok(Self { pool, threads })

@@ -49,7 +49,11 @@ impl Store {
     /// second-level cache).
     /// How to store `total_bytes` of rows, each at least [`SHORTEST_STREAM`] long or not.
     pub(crate) fn for_bytes(total_bytes: usize) -> Self {
-        if total_bytes > STREAM_FROM { Self::Streaming } else { Self::Cached }
+        if total_bytes > STREAM_FROM {
+            Self::Streaming
+        } else {
+            Self::Cached
+        }
     }
 
     /// Whether [`store_fence`] is needed.

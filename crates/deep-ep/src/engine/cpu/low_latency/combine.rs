@@ -58,7 +58,11 @@ pub(in crate::engine::cpu) fn send(
     let half = CombineHalf::new(ranks, tokens, top_k, hidden, exact);
     let prepared = Halves::new(core, turn.call, half.map(|half| half.bytes)).and_then(|halves| {
         let map = ExpertMap::new(input.handle.num_experts(), ranks)?;
-        Ok((halves, choices(&input.topk_idx, &input.topk_weights, &map)?, map))
+        Ok((
+            halves,
+            choices(&input.topk_idx, &input.topk_weights, &map)?,
+            map,
+        ))
     });
     let (halves, choices, map) = match prepared {
         Ok(prepared) => prepared,
@@ -89,10 +93,17 @@ pub(in crate::engine::cpu) fn send(
     }
     own.post(&core.group, turn.call);
     turn.owe(Kind::Delivered);
-    let this = InFlight { member: member.clone(), call: turn.call, own, half };
+    let this = InFlight {
+        member: member.clone(),
+        call: turn.call,
+        own,
+        half,
+    };
     let stats = input.wait_stats.as_mut();
-    let sent = gather(&core.group, turn.call, &this.own, core.absent, stats)
-        .and_then(|announced| this.send_sums(&halves, &x, input.handle, input.wire, &map, &announced));
+    let sent =
+        gather(&core.group, turn.call, &this.own, core.absent, stats).and_then(|announced| {
+            this.send_sums(&halves, &x, input.handle, input.wire, &map, &announced)
+        });
     if let Err(error) = sent {
         // `this` is dropped after the turn and finds the call closed.
         return turn.finish(Err(error));
@@ -119,9 +130,15 @@ fn choices(idx: &Tensor<'_>, weights: &Tensor<'_>, map: &ExpertMap) -> Result<Ve
                 format!("must be below num_experts = {}", map.experts()),
             ));
         }
-        let none = Choice { expert: -1, weight: 0.0 };
+        let none = Choice {
+            expert: -1,
+            weight: 0.0,
+        };
         choices.push(match id {
-            0.. => Choice { expert: id as i32, weight: weights.at::<f32>(token, j) },
+            0.. => Choice {
+                expert: id as i32,
+                weight: weights.at::<f32>(token, j),
+            },
             _ => none,
         });
     }
@@ -145,7 +162,9 @@ impl InFlight {
         let mut row_of = vec![-1i32; map.experts_per_rank() * self.half.tokens];
         // Each rank starts behind itself, so that not all write to the same one.
         for owner in (1..=ranks).map(|i| (me + i) % ranks) {
-            let Some(from) = &announced[owner] else { continue };
+            let Some(from) = &announced[owner] else {
+                continue;
+            };
             if from.tokens > self.half.tokens {
                 return Err(Error::invalid(
                     format!("tokens of rank {owner}"),
@@ -154,28 +173,49 @@ impl InFlight {
                 ));
             }
             index_rows(&mut row_of, handle, owner, self.half.tokens);
-            let sums = Sums { this: self, halves, x, wire, map, owner, row_of: &row_of };
+            let sums = Sums {
+                this: self,
+                halves,
+                x,
+                wire,
+                map,
+                owner,
+                row_of: &row_of,
+            };
             sums.write(from.tokens);
             if owner != me && !core.group.is_masked(owner) {
-                core.group.post(owner, Kind::Delivered, self.call, &[ACCEPTED]);
+                core.group
+                    .post(owner, Kind::Delivered, self.call, &[ACCEPTED]);
             }
         }
         Ok(())
     }
 
-    fn receive(&self, input: &mut LowLatencyCombineInput<'_>, mut out: TensorMut<'_>) -> Result<()> {
+    fn receive(
+        &self,
+        input: &mut LowLatencyCombineInput<'_>,
+        mut out: TensorMut<'_>,
+    ) -> Result<()> {
         let core = &self.member.core;
         let group = &core.group;
         let mut failed = Ok(());
         let start = cycles();
         let mut waited = vec![0i64; group.ranks()];
-        let at = At { operation: OPERATION, stage: Stage::Rows };
+        let at = At {
+            operation: OPERATION,
+            stage: Stage::Rows,
+        };
         group.wait(at, group.peers().collect(), core.absent, |peer| {
-            let Some(note) = group.look(peer, Kind::Delivered, self.call)? else { return Ok(false) };
+            let Some(note) = group.look(peer, Kind::Delivered, self.call)? else {
+                return Ok(false);
+            };
             waited[peer] = cycles() - start;
             if note.word(0) != ACCEPTED {
                 let reason = note_reject(note.word(0), 0, 0);
-                failed = Err(Error::PeerRejected { rank: Rank(peer), reason });
+                failed = Err(Error::PeerRejected {
+                    rank: Rank(peer),
+                    reason,
+                });
             }
             Ok(true)
         })?;
@@ -214,7 +254,10 @@ impl InFlight {
 fn index_rows(row_of: &mut [i32], handle: &LowLatencyHandle, owner: usize, tokens: usize) {
     row_of.fill(-1);
     let rows = handle.src_info().shape()[1];
-    let info = handle.src_info().as_slice::<i32>().expect("made as dense i32");
+    let info = handle
+        .src_info()
+        .as_slice::<i32>()
+        .expect("made as dense i32");
     for (expert, row_of) in row_of.chunks_exact_mut(tokens.max(1)).enumerate() {
         let (begin, count) = handle.range(expert, owner);
         for row in begin..begin + count {
@@ -243,7 +286,9 @@ impl Sums<'_> {
         let core = self.core();
         let half = &self.this.half;
         let len = tokens * half.top_k * size_of::<Choice>();
-        let at = self.halves.at(core.group.rank(), half.choices_at(self.owner), len);
+        let at = self
+            .halves
+            .at(core.group.rank(), half.choices_at(self.owner), len);
         // SAFETY: the owner wrote its choices before it announced, and leaves them alone until this
         // rank has finished the call; any bits are a `Choice`.
         let choices: &[Choice] =
@@ -255,9 +300,12 @@ impl Sums<'_> {
             let mut written = 0;
             for token in range {
                 parts.clear();
-                for (k, choice) in choices[token * half.top_k..][..half.top_k].iter().enumerate() {
+                for (k, choice) in choices[token * half.top_k..][..half.top_k]
+                    .iter()
+                    .enumerate()
+                {
                     if let Some(row) = self.row(token, choice.expert) {
-                        parts.push((k, WeightedRow { row, weight: choice.weight }));
+                        parts.push((k, (row, choice.weight)));
                     }
                 }
                 written += self.write_token(token, &parts, &mut wide);
@@ -270,7 +318,9 @@ impl Sums<'_> {
 
     /// The output of `expert` for `token`, if it is one of this rank's and got the token.
     fn row(&self, token: usize, expert: i32) -> Option<&[bf16]> {
-        let expert = usize::try_from(expert).ok().filter(|&expert| expert < self.map.experts())?;
+        let expert = usize::try_from(expert)
+            .ok()
+            .filter(|&expert| expert < self.map.experts())?;
         let me = Rank(self.core().group.rank());
         if self.map.rank_of(expert) != me {
             return None;
@@ -281,7 +331,10 @@ impl Sums<'_> {
         // SAFETY: the index is inside the tensor, whose rows are dense.
         Some(unsafe {
             std::slice::from_raw_parts(
-                self.x.as_ptr().cast::<bf16>().add(local * strides[0] + row * strides[1]),
+                self.x
+                    .as_ptr()
+                    .cast::<bf16>()
+                    .add(local * strides[0] + row * strides[1]),
                 self.x.shape()[2],
             )
         })
@@ -301,7 +354,7 @@ impl Sums<'_> {
         }
         if self.wire == CombineWire::Exact {
             for (k, part) in parts {
-                let row: &[u8] = bytemuck::cast_slice(part.row);
+                let row: &[u8] = bytemuck::cast_slice(part.0);
                 let index = half.choice(token, *k);
                 self.slot(index, row.len()).copy_from_slice(row);
                 self.stamp(index);
@@ -326,13 +379,17 @@ impl Sums<'_> {
     }
 
     fn slot(&self, index: usize, len: usize) -> &mut [u8] {
-        let at = self.halves.at(self.owner, self.this.half.row_at(index), len);
+        let at = self
+            .halves
+            .at(self.owner, self.this.half.row_at(index), len);
         // SAFETY: the slot is this rank's (or this choice's) in this call, written by one thread.
         unsafe { std::slice::from_raw_parts_mut(at, len) }
     }
 
     fn stamp(&self, index: usize) {
-        let at = self.halves.at(self.owner, self.this.half.stamp_at(index), 8);
+        let at = self
+            .halves
+            .at(self.owner, self.this.half.stamp_at(index), 8);
         // SAFETY: as above; aligned to 8.
         unsafe { at.cast::<u64>().write(self.this.call) };
     }
@@ -351,7 +408,14 @@ struct Reader<'a> {
 impl<'a> Reader<'a> {
     fn new(this: &'a InFlight, halves: &'a Halves<'a>, map: &'a ExpertMap) -> Self {
         let hidden = this.own.terms.row_bytes / 2;
-        Self { this, halves, map, wide: vec![0.0; hidden], total: vec![0.0; hidden], summed: 0 }
+        Self {
+            this,
+            halves,
+            map,
+            wide: vec![0.0; hidden],
+            total: vec![0.0; hidden],
+            summed: 0,
+        }
     }
 
     /// The row at `index`, if it was written in this call.
@@ -368,8 +432,9 @@ impl<'a> Reader<'a> {
     /// Ranks that the token went to, ascending.
     fn ranks(&self, choices: &[Choice]) -> Vec<usize> {
         let chosen = choices.iter().filter(|choice| choice.expert >= 0);
-        let mut ranks: Vec<_> =
-            chosen.map(|choice| self.map.rank_of(choice.expert as usize).0).collect();
+        let mut ranks: Vec<_> = chosen
+            .map(|choice| self.map.rank_of(choice.expert as usize).0)
+            .collect();
         ranks.sort_unstable();
         ranks.dedup();
         ranks
@@ -391,9 +456,13 @@ impl<'a> Reader<'a> {
         self.total.fill(0.0);
         for rank in self.ranks(choices) {
             let index = self.this.half.partial(rank, token);
-            let Some(row) = self.row(index, self.this.half.row) else { continue };
+            let Some(row) = self.row(index, self.this.half.row) else {
+                continue;
+            };
             // Bytes of a peer that are no row count as nothing.
-            let Ok(len) = logfmt::decode_row(row, &mut self.wide) else { continue };
+            let Ok(len) = logfmt::decode_row(row, &mut self.wide) else {
+                continue;
+            };
             self.summed += len;
             for (sum, value) in self.total.iter_mut().zip(&self.wide) {
                 *sum += value;
@@ -410,7 +479,7 @@ impl<'a> Reader<'a> {
             .filter(|(_, choice)| choice.expert >= 0)
             .filter_map(|(k, choice)| {
                 let row = self.row(self.this.half.choice(token, k), len)?;
-                Some(WeightedRow { row: bytemuck::cast_slice(row), weight: choice.weight })
+                Some((bytemuck::cast_slice(row), choice.weight))
             })
             .collect();
         self.summed += rows.len() * len;
@@ -438,4 +507,3 @@ impl Drop for InFlight {
         self.member.core.abandon(self.call);
     }
 }
-

@@ -9,7 +9,7 @@ use super::{
         core::{Core, Counters, Member},
         rows::Rows,
     },
-    DispatchHalf, Halves, cycles,
+    DispatchHalf, Halves,
 };
 use crate::{
     buffer::{
@@ -46,7 +46,10 @@ struct Wire {
 
 impl Wire {
     fn of(input: &LowLatencyDispatchInput<'_>) -> Self {
-        Self { hidden: input.x.shape()[1], format: input.format }
+        Self {
+            hidden: input.x.shape()[1],
+            format: input.format,
+        }
     }
 
     fn scales(&self) -> usize {
@@ -117,7 +120,12 @@ pub(in crate::engine::cpu) fn send(
     own.rows = plan.rows();
     write_rows(core, &halves, &half, input, &map, &plan, wire);
     own.post(&core.group, turn.call);
-    Ok(Box::new(InFlight { member: member.clone(), call: turn.call, own, half }))
+    Ok(Box::new(InFlight {
+        member: member.clone(),
+        call: turn.call,
+        own,
+        half,
+    }))
 }
 
 /// Writes headers and rows to the landing memory of every rank that is not masked.
@@ -133,7 +141,9 @@ fn write_rows(
     let me = core.group.rank();
     let bytes = wire.bytes();
     let rows = Rows::of(&input.x);
-    let masked: Vec<_> = (0..core.group.ranks()).map(|rank| core.group.is_masked(rank)).collect();
+    let masked: Vec<_> = (0..core.group.ranks())
+        .map(|rank| core.group.is_masked(rank))
+        .collect();
     let grain = (64 << 10) / bytes.max(1);
     core.workers.run(input.x.shape()[0], grain, None, |range| {
         let mut quantised = Quantised::new(wire);
@@ -177,11 +187,17 @@ impl Quantised {
             RowFormat::Bf16 => (0, 0),
             RowFormat::Fp8(_) => (wire.bytes(), wire.scales()),
         };
-        Self { wire, bytes: vec![0; bytes], scales: vec![0.0; scales] }
+        Self {
+            wire,
+            bytes: vec![0; bytes],
+            scales: vec![0.0; scales],
+        }
     }
 
     fn row<'a>(&'a mut self, x: &'a [u8]) -> &'a [u8] {
-        let RowFormat::Fp8(format) = self.wire.format else { return x };
+        let RowFormat::Fp8(format) = self.wire.format else {
+            return x;
+        };
         let (codes, scales) = self.bytes.split_at_mut(self.wire.hidden);
         codec::quantize_row(bytemuck::cast_slice(x), codes, &mut self.scales, format);
         scales.copy_from_slice(bytemuck::cast_slice(&self.scales));
@@ -251,7 +267,11 @@ impl InFlight {
             let begin = recv_count.clone();
             let rows = from.as_ref().map_or(0, |from| from.rows[me] as usize);
             if rows > tokens {
-                return Err(broken(source, format!("{rows} rows"), format!("must be at most {tokens}")));
+                return Err(broken(
+                    source,
+                    format!("{rows} rows"),
+                    format!("must be at most {tokens}"),
+                ));
             }
             for slot in 0..rows {
                 let header = self.header(halves, source, slot);
@@ -267,7 +287,12 @@ impl InFlight {
                     places.push((expert as u32, *count as u32));
                     *count += 1;
                 }
-                arrivals.push(Arrival { source, slot, first, experts: places.len() - first });
+                arrivals.push(Arrival {
+                    source,
+                    slot,
+                    first,
+                    experts: places.len() - first,
+                });
             }
             for expert in 0..local {
                 let count = recv_count[expert] - begin[expert];
@@ -283,7 +308,11 @@ impl InFlight {
 
     fn header<'a>(&self, halves: &Halves<'a>, source: usize, slot: usize) -> &'a [i32] {
         let len = 4 + 4 * self.own.terms.top_k;
-        let at = halves.at(halves.core.group.rank(), self.half.header_at(source, slot), len);
+        let at = halves.at(
+            halves.core.group.rank(),
+            self.half.header_at(source, slot),
+            len,
+        );
         // SAFETY: the source wrote the header before it announced, and leaves it alone until this
         // rank has finished the call.
         unsafe { std::slice::from_raw_parts(at.cast(), len / 4) }
@@ -320,7 +349,11 @@ impl InFlight {
         let core = &self.member.core;
         let me = core.group.rank();
         let bytes = wire.bytes();
-        let row_bytes = if wire.format == RowFormat::Bf16 { bytes } else { wire.hidden };
+        let row_bytes = if wire.format == RowFormat::Bf16 {
+            bytes
+        } else {
+            wire.hidden
+        };
         let cube = Cube::of(&mut out.x);
         let scales = out.scales.as_mut().map(Cube::of);
         let store = Store::for_bytes(places.len() * row_bytes);
@@ -365,7 +398,10 @@ fn write_scales(to: &Cube, wire: Wire, expert: usize, position: usize, scales: &
             write(column, word[0] as u32);
         }
     } else {
-        scales.iter().enumerate().for_each(|(column, scale)| write(column, scale.to_bits()));
+        scales
+            .iter()
+            .enumerate()
+            .for_each(|(column, scale)| write(column, scale.to_bits()));
     }
 }
 
@@ -383,14 +419,25 @@ unsafe impl Sync for Cube {}
 impl Cube {
     fn of(tensor: &mut TensorMut<'_>) -> Self {
         let size = tensor.dtype().size();
-        let shape = tensor.shape().try_into().expect("outputs have three dimensions");
-        let strides: [usize; 3] = tensor.strides().try_into().expect("outputs have three dimensions");
-        Self { base: tensor.as_mut_ptr(), shape, strides: strides.map(|stride| stride * size) }
+        let shape = tensor
+            .shape()
+            .try_into()
+            .expect("outputs have three dimensions");
+        let strides: [usize; 3] = tensor
+            .strides()
+            .try_into()
+            .expect("outputs have three dimensions");
+        Self {
+            base: tensor.as_mut_ptr(),
+            shape,
+            strides: strides.map(|stride| stride * size),
+        }
     }
 
     fn at(&self, i: usize, j: usize, k: usize) -> *mut u8 {
         assert!(i < self.shape[0] && j < self.shape[1] && k < self.shape[2]);
-        self.base.wrapping_add(i * self.strides[0] + j * self.strides[1] + k * self.strides[2])
+        self.base
+            .wrapping_add(i * self.strides[0] + j * self.strides[1] + k * self.strides[2])
     }
 }
 
@@ -419,8 +466,11 @@ impl LowLatencyDispatchCall for InFlight {
         let core = self.member.core.clone();
         let turn = core.resume(OPERATION, self.call)?;
         let (x, scales) = self.wire(input).output();
-        let checked = crate::buffer::check_low_latency_output(input, core.group.ranks(), out, x, scales);
-        let done = checked.map_err(Error::from).and_then(|()| self.receive(input, out));
+        let checked =
+            crate::buffer::check_low_latency_output(input, core.group.ranks(), out, x, scales);
+        let done = checked
+            .map_err(Error::from)
+            .and_then(|()| self.receive(input, out));
         turn.finish(done)
     }
 }

@@ -62,7 +62,10 @@ pub(crate) fn half_bytes(ranks: usize, config: &LowLatencyConfig) -> Option<usiz
         Some(top_k) => CombineHalf::new(ranks, tokens, top_k, hidden, true)?.bytes,
         None => 0,
     };
-    let half = dispatch.max(combine).max(exact).checked_next_multiple_of(4096)?;
+    let half = dispatch
+        .max(combine)
+        .max(exact)
+        .checked_next_multiple_of(4096)?;
     (half < 1 << 61).then_some(half)
 }
 
@@ -72,7 +75,9 @@ struct Layer(usize);
 impl Layer {
     fn array(&mut self, counts: &[usize]) -> Option<usize> {
         let start = self.0;
-        let bytes = counts.iter().try_fold(1usize, |bytes, &n| bytes.checked_mul(n))?;
+        let bytes = counts
+            .iter()
+            .try_fold(1usize, |bytes, &n| bytes.checked_mul(n))?;
         self.0 = start.checked_add(bytes)?.checked_next_multiple_of(ALIGN)?;
         Some(start)
     }
@@ -96,7 +101,14 @@ impl DispatchHalf {
         let row = row_bytes.checked_next_multiple_of(ALIGN)?;
         let headers = layer.array(&[ranks, tokens, header])?;
         let rows = layer.array(&[ranks, tokens, row])?;
-        Some(Self { tokens, header, headers, row, rows, bytes: layer.0 })
+        Some(Self {
+            tokens,
+            header,
+            headers,
+            row,
+            rows,
+            bytes: layer.0,
+        })
     }
 
     fn header_at(&self, source: usize, slot: usize) -> usize {
@@ -132,7 +144,15 @@ impl CombineHalf {
         let choices = layer.array(&[ranks, tokens, top_k, 8])?;
         let stamps = layer.array(&[across, tokens, within, 8])?;
         let rows = layer.array(&[across, tokens, within, row])?;
-        Some(Self { tokens, top_k, choices, stamps, row, rows, bytes: layer.0 })
+        Some(Self {
+            tokens,
+            top_k,
+            choices,
+            stamps,
+            row,
+            rows,
+            bytes: layer.0,
+        })
     }
 
     /// The choices of all tokens of `source`.
@@ -171,9 +191,11 @@ impl<'a> Halves<'a> {
     fn new(core: &'a super::core::Core, call: u64, bytes: Option<usize>) -> Result<Self> {
         let have = core.area.as_ref().map_or(0, |area| area.half);
         match (&core.area, bytes) {
-            (Some(area), Some(needed)) if needed <= have => {
-                Ok(Self { core, half: area.half_of(call), len: have })
-            }
+            (Some(area), Some(needed)) if needed <= have => Ok(Self {
+                core,
+                half: area.half_of(call),
+                len: have,
+            }),
             _ => Err(Error::invalid(
                 "low_latency",
                 format!("{have} bytes of landing memory"),

@@ -110,7 +110,7 @@ fn cached_against_streaming() {
     println!("GB/s copied; 'and read' adds another thread reading what was copied");
     println!("row    total threads | cached streaming | and read: cached streaming");
     for row in [14336, 4096, 272] {
-        for total in [MIB, 16 * MIB, 256 * MIB] {
+        for total in [1, 4, 16, 64, 256].map(|mib| mib * MIB) {
             for threads in [1, 2] {
                 let copy = |store| {
                     let time = median(threads, &|thread, _| {

@@ -33,19 +33,46 @@ pub(crate) enum Store {
     Streaming,
 }
 
+/// When what was stored is read again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum NextRead {
+    /// Later, by the caller: outputs and loans.
+    Later,
+    /// At once, by another rank: staged rows.
+    Soon,
+}
+
 /// Rows shorter than this are never streamed: too many of their cache lines are partial.
 const SHORTEST_STREAM: usize = 1024;
+
+/// Rows that are read soon are streamed from this many second-level caches on: below, the reader
+/// still finds them in the third level.
+const SOON_CACHES: u64 = 16;
 
 /// A longer source is copied to several destinations in pieces of this many bytes, so that it is
 /// read from memory once and from the first-level cache afterwards.
 const PIECE: usize = 16 << 10;
 
 impl Store {
-    /// How to store rows of `row_bytes` when a call moves `total_bytes` and nobody reads them
-    /// before they leave a cache of `cache_bytes` (what the writing thread can call its own: its
-    /// second-level cache).
-    pub(crate) fn for_rows(row_bytes: usize, total_bytes: u64, cache_bytes: u64) -> Self {
-        if row_bytes >= SHORTEST_STREAM && total_bytes > cache_bytes {
+    /// How to store rows of `row_bytes`, of which each thread moves `thread_bytes` in one call,
+    /// on cores with `l2_bytes` of second-level cache (see
+    /// [`second_level_cache`](crate::memory::system::second_level_cache)).
+    ///
+    /// Measured (`measure.rs`; 2 MiB of second level, a large shared third): below the second
+    /// level, source and destination together, cached stores are faster by 1.1 to 1.5; above,
+    /// streaming is faster by 1.2 to 1.5, unless another core reads the rows at once: then cached
+    /// is faster by 1.2 to 1.5 up to 16 MiB, and streaming equal or faster from 64 MiB on.
+    pub(crate) fn for_rows(
+        row_bytes: usize,
+        thread_bytes: u64,
+        next_read: NextRead,
+        l2_bytes: u64,
+    ) -> Self {
+        let limit = match next_read {
+            NextRead::Later => l2_bytes / 2,
+            NextRead::Soon => l2_bytes.saturating_mul(SOON_CACHES),
+        };
+        if row_bytes >= SHORTEST_STREAM && thread_bytes > limit {
             Self::Streaming
         } else {
             Self::Cached

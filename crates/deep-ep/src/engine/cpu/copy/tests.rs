@@ -103,9 +103,13 @@ fn slices_of_different_lengths_are_a_mistake() {
 
 #[test]
 fn short_rows_and_small_calls_are_not_streamed() {
-    assert_eq!(Store::for_rows(272, 1 << 30, 1 << 20), Store::Cached);
-    assert_eq!(Store::for_rows(14336, 1 << 19, 1 << 20), Store::Cached);
-    assert_eq!(Store::for_rows(14336, 1 << 30, 1 << 20), Store::Streaming);
+    let l2 = 2 << 20;
+    let store = |row, bytes, next| Store::for_rows(row, bytes, next, l2);
+    assert_eq!(store(272, 1 << 30, NextRead::Later), Store::Cached);
+    assert_eq!(store(14336, 1 << 20, NextRead::Later), Store::Cached);
+    assert_eq!(store(14336, 4 << 20, NextRead::Later), Store::Streaming);
+    assert_eq!(store(14336, 16 << 20, NextRead::Soon), Store::Cached);
+    assert_eq!(store(14336, 64 << 20, NextRead::Soon), Store::Streaming);
 }
 
 proptest! {

@@ -58,7 +58,8 @@ impl Store {
     /// on cores with `l2_bytes` of second-level cache (see
     /// [`second_level_cache`](crate::memory::system::second_level_cache)).
     ///
-    /// Measured (`measure.rs`; 2 MiB of second level, a large shared third): below the second
+    /// Measured (`measure.rs`; 2 cores of an Intel Xeon with AVX-512, 2 MiB of second level, a
+    /// large shared third, busy with other work, so only ratios of one run): below the second
     /// level, source and destination together, cached stores are faster by 1.1 to 1.5; above,
     /// streaming is faster by 1.2 to 1.5, unless another core reads the rows at once: then cached
     /// is faster by 1.2 to 1.5 up to 16 MiB, and streaming equal or faster from 64 MiB on.

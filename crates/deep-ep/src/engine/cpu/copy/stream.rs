@@ -9,8 +9,8 @@ use std::{arch::x86_64::*, ptr};
 const LINE: usize = 64;
 
 /// How far ahead of the loads the source is prefetched, in bytes. The processor's own prefetching
-/// stops at the end of each 4 KiB page; measured, this is worth 5 to 15 % for sources outside the
-/// second-level cache.
+/// stops at the end of each 4 KiB page. Measured beside no prefetching, 14 KiB rows: 1.17 times as
+/// fast for 4 MiB, 1.09 for 16, 1.06 for 64, no gain for 256.
 const AHEAD: usize = 512;
 
 /// Asks for the source's line [`AHEAD`] of `src`, which may lie behind its end: prefetching never

@@ -224,10 +224,6 @@ impl DispatchHandle {
         exclusive_prefix_sum(&mut rows);
         rows
     }
-
-    pub(crate) fn src_idx(&self) -> &[i32] {
-        &self.0.src_idx
-    }
 }
 
 fn view<'a>(data: &'a [i32], shape: &[usize]) -> Tensor<'a> {

@@ -7,9 +7,10 @@ use half::{bf16, f16};
 use super::{
     announce::{ACCEPTED, Announcement, Terms, gather_all, note_reject},
     control::Kind,
+    copy::{NextRead, Store},
     core::{Counters, CpuLoan, Member, Turn},
     group::{Absent, At, Stage},
-    rows::{Rows, RowsMut, Store, copy_each},
+    rows::{Rows, RowsMut, copy_each},
 };
 use crate::{
     buffer::{CombineInput, CombineOutput, CombineRows},
@@ -172,7 +173,9 @@ impl Staged {
             // SAFETY: the block was just allocated for that many rows.
             let to =
                 unsafe { RowsMut::new(self.rows_base, self.row_bytes, remote, self.row_bytes) };
-            let store = Store::for_bytes(to.bytes());
+            let store = core
+                .workers
+                .store(self.row_bytes, to.bytes(), NextRead::Soon);
             let copied = copy_each(
                 &core.workers,
                 input.num_sms,
@@ -324,7 +327,7 @@ impl InFlight {
         let row = self.own.terms.row_bytes;
         let tokens = self.own.tokens;
         let to = RowsMut::of(&mut out.x);
-        let store = Store::for_bytes(tokens * row);
+        let store = core.workers.store(row, tokens * row, NextRead::Later);
         let bias: Vec<_> = input.bias.iter().flatten().map(Rows::of).collect();
         let plan = input.handle.plan();
         let grain = (64 << 10) / row.max(1);
@@ -349,7 +352,7 @@ impl InFlight {
                     &biases,
                     &rows,
                     bytemuck::cast_slice_mut(out),
-                    store.is_streaming(),
+                    store == Store::Streaming,
                 );
             }
             codec::store_fence();

@@ -5,10 +5,11 @@ use std::{sync::Arc, time::Instant};
 use super::{
     announce::{ACCEPTED, Announcement, NO_MEMORY, Terms, gather_all, note_reject},
     control::Kind,
+    copy::NextRead,
     core::{Counters, CpuLoan, Member, Turn},
     group::{Absent, At, Stage},
     metadata::{HAS_TOPK, HAS_WEIGHTS, Metadata, MetadataMut, Sections},
-    rows::{Rows, RowsMut, Store, copy_each},
+    rows::{Rows, RowsMut, copy_each},
 };
 use crate::{
     buffer::{
@@ -211,7 +212,9 @@ impl InFlight {
                 .enumerate()
                 .any(|(to, &slot)| to != me && slot >= 0)
         };
-        let store = Store::for_bytes(self.own.tokens * row);
+        let store = core
+            .workers
+            .store(row, self.own.tokens * row, NextRead::Soon);
         let copied = copy_each(
             &core.workers,
             input.num_sms,
@@ -356,7 +359,7 @@ impl InFlight {
         let first = Self::first_rows(announced, me)[me];
         let tokens = self.plan.routes.tokens_of_rank(Rank(me));
         let row = self.own.terms.row_bytes;
-        let store = Store::for_bytes(to.bytes());
+        let store = core.workers.store(row, to.bytes(), NextRead::Later);
         let copied = copy_each(
             &core.workers,
             input.num_sms,
@@ -415,7 +418,9 @@ impl InFlight {
             Ok(true)
         })?;
         let total: u64 = self.own.rows.iter().sum();
-        let store = Store::for_bytes(total as usize * row);
+        let store = core
+            .workers
+            .store(row, total as usize * row, NextRead::Later);
         let copied = copy_each(
             &core.workers,
             input.num_sms,
@@ -524,7 +529,7 @@ impl InFlight {
         // SAFETY: the peer staged a row for each token there and leaves them alone until this rank
         // has finished the call.
         let rows = unsafe { Rows::new(base, row, from.tokens, row) };
-        let store = Store::for_bytes(to.bytes());
+        let store = core.workers.store(row, to.bytes(), NextRead::Later);
         let copied = copy_each(
             &core.workers,
             input.num_sms,

@@ -121,7 +121,9 @@ impl Group {
                     // SAFETY: the region lives as long as this closure holds it, and its control area
                     // is only accessed through `Control`.
                     let doorbell = unsafe { Control::new(own.base().as_ptr(), layout) }.doorbell();
-                    doorbell.ring(|| drop(futex::wake_all(doorbell.rings)));
+                    doorbell.ring(|| {
+                        futex::wake_all(doorbell.rings);
+                    });
                 }))
         };
         // Where every rank has a core, a message comes within a spin; where ranks share cores,
@@ -147,10 +149,6 @@ impl Group {
 
     pub(super) fn ranks(&self) -> usize {
         self.memories.len()
-    }
-
-    pub(super) fn layout(&self) -> Layout {
-        self.layout
     }
 
     /// All other ranks that are not masked.
@@ -179,7 +177,9 @@ impl Group {
 
     fn ring(&self, rank: usize) {
         let doorbell = self.control(rank).doorbell();
-        doorbell.ring(|| drop(futex::wake_all(doorbell.rings)));
+        doorbell.ring(|| {
+            futex::wake_all(doorbell.rings);
+        });
     }
 
     /// Posts a message to one peer.

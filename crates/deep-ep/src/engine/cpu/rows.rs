@@ -2,9 +2,8 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-pub(super) use super::copy::Store;
 use super::{
-    copy::{self, store_fence},
+    copy::{self, Store, store_fence},
     workers::Workers,
 };
 use crate::tensor::{Tensor, TensorMut};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{
     super::{
         announce::{Announcement, Terms, gather},
-        copy::{self, Store, store_fence},
+        copy::{self, NextRead, Store, store_fence},
         core::{Core, Counters, Member},
         rows::Rows,
     },
@@ -356,7 +356,8 @@ impl InFlight {
         };
         let cube = Cube::of(&mut out.x);
         let scales = out.scales.as_mut().map(Cube::of);
-        let store = Store::for_bytes(places.len() * row_bytes);
+        let total = places.len() * row_bytes;
+        let store = core.workers.store(row_bytes, total, NextRead::Later);
         let grain = (64 << 10) / bytes.max(1);
         core.workers.run(arrivals.len(), grain, None, |range| {
             let mut copied = 0;

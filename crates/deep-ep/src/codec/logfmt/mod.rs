@@ -4,8 +4,9 @@
 //! sign and a 9-bit code: 0 for zero, and 1 to 511 for magnitudes from the block's lowest level to
 //! its highest, in equal steps of the logarithm. Steps cover what the block needs, but never more
 //! than eight octaves, which makes a step at most 1.1 %; smaller values become the lowest level or
-//! zero, whichever is nearer. The idea is DeepSeek's ("Insights into DeepSeek-V3", 2025, section
-//! 3.2, LogFMT); levels, layout and fallbacks are this crate's.
+//! zero, whichever is nearer. The idea is DeepSeek's LogFMT ("Insights into DeepSeek-V3: Scaling
+//! Challenges and Reflections on Hardware for AI Architectures", 2025); levels, layout and fallbacks
+//! are this crate's.
 //!
 //! # Layout
 //!

@@ -134,8 +134,8 @@ fn any_multiple_of_eight_is_a_length() {
     }
 }
 
-/// The bytes of the format must not change unnoticed, and must be the same on every machine. The
-/// hashes (FNV-1a) are those of an implementation in Python, written from the documentation.
+/// The bytes of the format must not change unnoticed, and are the same on every machine: an
+/// implementation in another language has to reach these FNV-1a hashes too.
 #[test]
 fn encoded_bytes_are_these() {
     let mut random = Random(5);

@@ -62,9 +62,12 @@ fn rows(name: &'static str, x: &Tensor<'_>) -> Check {
     let fits = x.shape().len() == 2 && x.rows_are_dense();
     require(fits, name, x, || "must be [T, H] with dense rows".into())?;
     let bytes = x.row_bytes();
-    require(bytes > 0 && bytes % ROW_GRAIN == 0, name, x, || {
-        format!("must have rows of a multiple of {ROW_GRAIN} bytes, not {bytes}")
-    })?;
+    require(
+        bytes > 0 && bytes.is_multiple_of(ROW_GRAIN),
+        name,
+        x,
+        || format!("must have rows of a multiple of {ROW_GRAIN} bytes, not {bytes}"),
+    )?;
     let tokens = x.shape()[0];
     require(tokens < 1 << 31, name, x, || {
         "must have fewer than 2^31 tokens".into()

@@ -19,7 +19,6 @@
 
 // The engines are the users; tests of this module reach every item.
 
-
 pub(crate) mod exchange;
 pub(crate) mod futex;
 pub(crate) mod heap;

@@ -264,7 +264,7 @@ impl InFlight {
         let (row, weight) = (self.own.terms.row_bytes, self.own.terms.top_k * 4);
         if rank == group.rank() {
             let first = input.handle.first_row_from()[rank];
-            let own = |tensor: &Tensor<'_>| Rows::of(tensor).from_row(first);
+            let own = |tensor: &Tensor<'_>| Rows::of(tensor).rows_from(first);
             return Ok(Part {
                 rows: own(&input.x.as_tensor()),
                 weights: input.topk_weights.as_ref().map_or(Rows::EMPTY, own),

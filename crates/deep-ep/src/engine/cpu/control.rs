@@ -119,7 +119,7 @@ impl<'a> Control<'a> {
     }
 
     fn words(&self, offset: usize, count: usize) -> &'a [AtomicU64] {
-        assert!(offset + count * WORD <= self.layout.bytes() && offset % WORD == 0);
+        assert!(offset + count * WORD <= self.layout.bytes() && offset.is_multiple_of(WORD));
         // SAFETY: inside the area, aligned, mapped for 'a, accessed as atomics by everybody.
         unsafe { std::slice::from_raw_parts(self.base.add(offset).cast::<AtomicU64>(), count) }
     }

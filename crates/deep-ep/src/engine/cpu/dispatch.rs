@@ -388,7 +388,7 @@ impl InFlight {
         let mut pulls = vec![false; group.ranks()];
         let mut failed = Ok(());
         places[group.rank()] =
-            Some(own.from_row(Self::first_rows(announced, group.rank())[group.rank()]));
+            Some(own.rows_from(Self::first_rows(announced, group.rank())[group.rank()]));
         let at = At {
             operation: OPERATION,
             stage: Stage::Landing,
@@ -413,7 +413,7 @@ impl InFlight {
                 // SAFETY: the peer offers room for all its rows there, which was checked to exist;
                 // each rank writes only the rows that the counts give it.
                 let all = unsafe { RowsMut::new(base, row, rows as usize, row) };
-                places[peer] = Some(all.from_row(Self::first_rows(announced, peer)[group.rank()]));
+                places[peer] = Some(all.rows_from(Self::first_rows(announced, peer)[group.rank()]));
             }
             Ok(true)
         })?;
@@ -503,7 +503,7 @@ impl InFlight {
                         reason,
                     });
                 } else if kind == STAGED {
-                    let to = to.from_row(firsts[peer]);
+                    let to = to.rows_from(firsts[peer]);
                     failed = failed.and(self.pull_from(peer, offset, input, &announced[peer], to));
                 }
             }

@@ -116,7 +116,9 @@ impl<'a> Metadata<'a> {
             )
         };
         let sections = Sections::of(announced).ok_or_else(broken)?;
-        if announced.metadata_len as usize != sections.bytes() || announced.metadata % 64 != 0 {
+        if announced.metadata_len as usize != sections.bytes()
+            || !announced.metadata.is_multiple_of(64)
+        {
             return Err(broken());
         }
         let base = group

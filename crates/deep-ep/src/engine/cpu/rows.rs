@@ -69,7 +69,7 @@ impl Rows {
     };
 
     /// The rows from `first` on.
-    pub(super) fn from_row(&self, first: usize) -> Self {
+    pub(super) fn rows_from(&self, first: usize) -> Self {
         assert!(first <= self.rows);
         Self {
             base: self.base.wrapping_add(first * self.stride),
@@ -118,7 +118,7 @@ impl RowsMut {
     }
 
     /// The rows from `first` on.
-    pub(super) fn from_row(&self, first: usize) -> Self {
+    pub(super) fn rows_from(&self, first: usize) -> Self {
         assert!(first <= self.rows);
         Self {
             base: self.base.wrapping_add(first * self.stride),

@@ -356,7 +356,8 @@ impl Sums<'_> {
             for (k, part) in parts {
                 let row: &[u8] = bytemuck::cast_slice(part.0);
                 let index = half.choice(token, *k);
-                self.slot(index, row.len()).copy_from_slice(row);
+                // SAFETY: see `slot`.
+                unsafe { self.slot(index, row.len()).copy_from_slice(row) };
                 self.stamp(index);
             }
             return parts.len() * (self.this.own.terms.row_bytes + 8);
@@ -366,10 +367,12 @@ impl Sums<'_> {
         let written = match self.wire {
             CombineWire::LogFmt => {
                 codec::weighted_sum(&rows, wide);
-                logfmt::encode_row(wide, self.slot(index, half.row))
+                // SAFETY: see `slot`.
+                logfmt::encode_row(wide, unsafe { self.slot(index, half.row) })
             }
             _ => {
-                let slot = self.slot(index, self.this.own.terms.row_bytes);
+                // SAFETY: see `slot`.
+                let slot = unsafe { self.slot(index, self.this.own.terms.row_bytes) };
                 codec::weighted_sum_bf16(&rows, bytemuck::cast_slice_mut(slot));
                 self.this.own.terms.row_bytes
             }
@@ -378,11 +381,15 @@ impl Sums<'_> {
         written + 8
     }
 
-    fn slot(&self, index: usize, len: usize) -> &mut [u8] {
-        let at = self
-            .halves
-            .at(self.owner, self.this.half.row_at(index), len);
-        // SAFETY: the slot is this rank's (or this choice's) in this call, written by one thread.
+    /// A row in the owner's landing memory.
+    ///
+    /// # Safety
+    /// The row is this rank's (or of a choice of one of its experts) in this call, and only the
+    /// thread that works on its token writes it.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn slot(&self, index: usize, len: usize) -> &mut [u8] {
+        let at = self.halves.at(self.owner, self.this.half.row_at(index), len);
+        // SAFETY: the caller's promise; nobody reads the row before it is delivered.
         unsafe { std::slice::from_raw_parts_mut(at, len) }
     }
 

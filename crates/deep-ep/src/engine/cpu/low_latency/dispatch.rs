@@ -243,17 +243,22 @@ struct Arrival {
     experts: usize,
 }
 
+/// Where all received rows go.
+struct Placed {
+    arrivals: Vec<Arrival>,
+    /// Local expert and row there.
+    places: Vec<(u32, u32)>,
+    recv_count: Vec<i32>,
+    handle: LowLatencyHandle,
+}
+
 impl InFlight {
     fn wire(&self, input: &LowLatencyDispatchInput<'_>) -> Wire {
         Wire::of(input)
     }
 
     /// Reads the headers of all sources: which row goes where.
-    fn place(
-        &self,
-        halves: &Halves<'_>,
-        announced: &[Option<Announcement>],
-    ) -> Result<(Vec<Arrival>, Vec<(u32, u32)>, Vec<i32>, LowLatencyHandle)> {
+    fn place(&self, halves: &Halves<'_>, announced: &[Option<Announcement>]) -> Result<Placed> {
         let group = &self.member.core.group;
         let (ranks, me, tokens) = (group.ranks(), group.rank(), self.half.tokens);
         let local = self.own.terms.num_experts / ranks;
@@ -303,7 +308,12 @@ impl InFlight {
                     pack_range(begin[expert] as usize, count as usize);
             }
         }
-        Ok((arrivals, places, recv_count, handle))
+        Ok(Placed {
+            arrivals,
+            places,
+            recv_count,
+            handle,
+        })
     }
 
     fn header<'a>(&self, halves: &Halves<'a>, source: usize, slot: usize) -> &'a [i32] {
@@ -327,7 +337,12 @@ impl InFlight {
         let stats = input.wait_stats.as_mut();
         let announced = gather(&core.group, self.call, &self.own, core.absent, stats)?;
         let halves = Halves::new(core, self.call, Some(self.half.bytes))?;
-        let (arrivals, places, recv_count, handle) = self.place(&halves, &announced)?;
+        let Placed {
+            arrivals,
+            places,
+            recv_count,
+            handle,
+        } = self.place(&halves, &announced)?;
         let handle = handle.with_hidden(input.x.shape()[1]);
         self.copy_out(&halves, self.wire(input), &arrivals, &places, out);
         if let Some(stats) = &mut input.recv_stats {

@@ -5,7 +5,6 @@ use std::{sync::Arc, time::Instant};
 use super::{
     announce::{ACCEPTED, Announcement, NO_MEMORY, Terms, gather_all, note_reject},
     control::Kind,
-    copy::NextRead,
     core::{Counters, CpuLoan, Member, Turn},
     group::{Absent, At, Stage},
     metadata::{HAS_TOPK, HAS_WEIGHTS, Metadata, MetadataMut, Sections},
@@ -212,9 +211,7 @@ impl InFlight {
                 .enumerate()
                 .any(|(to, &slot)| to != me && slot >= 0)
         };
-        let store = core
-            .workers
-            .store(row, self.own.tokens * row, NextRead::Soon);
+        let store = core.workers.store(row, self.own.tokens * row);
         let copied = copy_each(
             &core.workers,
             input.num_sms,
@@ -359,7 +356,7 @@ impl InFlight {
         let first = Self::first_rows(announced, me)[me];
         let tokens = self.plan.routes.tokens_of_rank(Rank(me));
         let row = self.own.terms.row_bytes;
-        let store = core.workers.store(row, to.bytes(), NextRead::Later);
+        let store = core.workers.store(row, to.bytes());
         let copied = copy_each(
             &core.workers,
             input.num_sms,
@@ -418,9 +415,7 @@ impl InFlight {
             Ok(true)
         })?;
         let total: u64 = self.own.rows.iter().sum();
-        let store = core
-            .workers
-            .store(row, total as usize * row, NextRead::Later);
+        let store = core.workers.store(row, total as usize * row);
         let copied = copy_each(
             &core.workers,
             input.num_sms,
@@ -529,7 +524,7 @@ impl InFlight {
         // SAFETY: the peer staged a row for each token there and leaves them alone until this rank
         // has finished the call.
         let rows = unsafe { Rows::new(base, row, from.tokens, row) };
-        let store = core.workers.store(row, to.bytes(), NextRead::Later);
+        let store = core.workers.store(row, to.bytes());
         let copied = copy_each(
             &core.workers,
             input.num_sms,

@@ -108,6 +108,14 @@ struct Peer {
     connection: Connection,
 }
 
+/// What came on a member's connection together with the start.
+#[derive(Default)]
+pub(super) struct Early {
+    pub(super) frames: Vec<Frame>,
+    /// What broke the connection behind them.
+    pub(super) broken: Option<Broken>,
+}
+
 /// The state of the I/O thread.
 pub(super) struct Link {
     shared: Arc<Shared>,
@@ -127,11 +135,10 @@ impl Link {
         }
     }
 
-    /// Runs until the communicator is dropped. `early` came on a member's connection together
-    /// with the start.
-    pub(super) fn run(mut self, early: Vec<Frame>) {
+    /// Runs until the communicator is dropped.
+    pub(super) fn run(mut self, early: Early) {
         if let Some(first) = self.peers.first().map(|peer| peer.rank) {
-            self.take(first, early, None);
+            self.take(first, early.frames, early.broken);
         }
         let mut leave_by = None;
         loop {

@@ -53,6 +53,8 @@ mod join;
 mod link;
 mod listen;
 mod secret_file;
+#[cfg(test)]
+mod tests;
 
 use std::{
     net::{IpAddr, Ipv4Addr},
@@ -64,7 +66,7 @@ use std::{
 use self::{
     connection::Waker,
     frame::{Block, Frame, Kind},
-    link::{Link, Shared, State},
+    link::{Early, Link, Shared, State},
 };
 use super::{
     check_rank, deadline_after,
@@ -178,7 +180,7 @@ impl Tcp {
             liveness,
         });
         let (peers, early) = if config.rank == 0 {
-            (listen::gather(&config)?, Vec::new())
+            (listen::gather(&config)?, Early::default())
         } else {
             let (connection, early) = join::join(&config)?;
             (vec![(Rank(0), connection)], early)

@@ -3,8 +3,11 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("deep-ep needs Linux: it shares memory by memfd and waits on futexes");
 
+pub mod codec;
 pub mod dtype;
+pub(crate) mod engine;
 mod error;
+pub mod memory;
 pub mod tensor;
 pub mod topology;
 

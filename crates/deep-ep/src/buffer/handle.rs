@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc};
 use crate::{
     dtype::DType,
     error::{Error, Result},
-    routing::{Routes, exclusive_prefix},
+    routing::{Routes, exclusive_prefix_sum},
     tensor::{OwnedTensor, Tensor},
     topology::Rank,
 };
@@ -19,41 +19,68 @@ pub struct DispatchHandle(Arc<Data>);
 
 struct Data {
     rank: Rank,
-    /// Where this rank's tokens went.
-    routes: Routes,
+    plan: Arc<SendPlan>,
     /// Inclusive prefix over source ranks of received rows; only column `rank` is meaningful.
     rank_prefix_matrix: Vec<i32>,
     /// Source token of each received row; worst-case outputs have more entries than rows.
     src_idx: Vec<i32>,
-    /// Position of each token among the rows for each rank, -1 where it does not go.
-    send_head: Vec<i32>,
     /// `[R]` rows that this rank sends to each, and zeros: the channel matrices with one channel.
     channel_prefix: Vec<i32>,
     recv_channel_prefix: Vec<i32>,
 }
 
-impl DispatchHandle {
-    pub(crate) fn new(rank: Rank, routes: Routes, rows_from: &[usize], src_idx: Vec<i32>) -> Self {
+/// Where this rank's tokens go, and in which place among the rows for each rank.
+#[derive(Debug)]
+pub(crate) struct SendPlan {
+    pub(crate) routes: Routes,
+    /// `[T, R]`: position of each token among the rows for each rank, -1 where it does not go.
+    slots: Vec<i32>,
+}
+
+impl SendPlan {
+    pub(crate) fn new(routes: Routes) -> Arc<Self> {
         let ranks = routes.ranks();
+        let mut slots = vec![-1; routes.tokens() * ranks];
+        for to in 0..ranks {
+            for (slot, &token) in routes.tokens_of_rank(Rank(to)).iter().enumerate() {
+                slots[token as usize * ranks + to] = slot as i32;
+            }
+        }
+        Arc::new(Self { routes, slots })
+    }
+
+    /// Slots of one token, `[R]`, -1 where it does not go.
+    pub(crate) fn slots(&self, token: usize) -> &[i32] {
+        let ranks = self.routes.ranks();
+        &self.slots[token * ranks..][..ranks]
+    }
+
+    /// Rows for each rank, `[R]`.
+    pub(crate) fn rows(&self) -> Vec<u64> {
+        self.routes.tokens_per_rank().iter().map(|&rows| u64::from(rows)).collect()
+    }
+}
+
+impl DispatchHandle {
+    pub(crate) fn new(
+        rank: Rank,
+        plan: Arc<SendPlan>,
+        rows_from: &[usize],
+        src_idx: Vec<i32>,
+    ) -> Self {
+        let ranks = plan.routes.ranks();
         let mut rank_prefix_matrix = vec![0; ranks * ranks];
         let mut sum = 0;
         for (source, rows) in rows_from.iter().enumerate() {
             sum += rows;
             rank_prefix_matrix[source * ranks + rank.0] = i32::try_from(sum).unwrap_or(i32::MAX);
         }
-        let mut send_head = vec![-1; routes.tokens() * ranks];
-        for to in 0..ranks {
-            for (slot, &token) in routes.tokens_to(to).iter().enumerate() {
-                send_head[token as usize * ranks + to] = slot as i32;
-            }
-        }
-        let channel_prefix = routes.tokens_per_rank().iter().map(|&n| n as i32).collect();
+        let channel_prefix = plan.routes.tokens_per_rank().iter().map(|&n| n as i32).collect();
         Self(Arc::new(Data {
             rank,
-            routes,
+            plan,
             rank_prefix_matrix,
             src_idx,
-            send_head,
             channel_prefix,
             recv_channel_prefix: vec![0; ranks],
         }))
@@ -70,8 +97,15 @@ impl DispatchHandle {
         recv_src_idx: Tensor<'_>,
         is_token_in_rank: Tensor<'_>,
     ) -> Result<Self> {
-        let routes = Routes::from_mask(is_token_in_rank)?;
-        let ranks = routes.ranks();
+        let &[_, ranks] = is_token_in_rank.shape() else {
+            return Err(Error::invalid(
+                "is_token_in_rank",
+                format!("{is_token_in_rank:?}"),
+                "must be u8 [T, R]",
+            ));
+        };
+        let mut routes = Routes::new();
+        routes.rebuild_from_ranks(&is_token_in_rank, ranks)?;
         if rank_prefix_matrix.shape() != [ranks, ranks] || rank.0 >= ranks {
             return Err(Error::invalid(
                 "rank_prefix_matrix",
@@ -95,7 +129,7 @@ impl DispatchHandle {
             rows_from.push((sum - before) as usize);
             before = sum;
         }
-        Ok(Self::new(rank, routes, &rows_from, src_idx))
+        Ok(Self::new(rank, SendPlan::new(routes), &rows_from, src_idx))
     }
 
     /// The rank that made it.
@@ -105,12 +139,12 @@ impl DispatchHandle {
 
     /// Ranks of the group, `R`.
     pub fn num_ranks(&self) -> usize {
-        self.0.routes.ranks()
+        self.0.plan.routes.ranks()
     }
 
     /// Tokens of this rank, `T`.
     pub fn num_tokens(&self) -> usize {
-        self.0.routes.tokens()
+        self.0.plan.routes.tokens()
     }
 
     /// Rows that this rank received, `N`.
@@ -143,23 +177,18 @@ impl DispatchHandle {
 
     /// `[T, R]` u8, 0 or 1.
     pub fn is_token_in_rank(&self) -> Tensor<'_> {
-        self.0.routes.is_token_in_rank()
+        Tensor::new(self.0.plan.routes.is_token_in_rank(), &[self.num_tokens(), self.num_ranks()])
+            .expect("routes have a byte for each token and rank")
     }
 
     /// `[T, R]` i32: position of the token among the rows that went to the rank, -1 where it did
     /// not go.
     pub fn send_head(&self) -> Tensor<'_> {
-        view(&self.0.send_head, &[self.num_tokens(), self.num_ranks()])
+        view(&self.0.plan.slots, &[self.num_tokens(), self.num_ranks()])
     }
 
-    pub(crate) fn routes(&self) -> &Routes {
-        &self.0.routes
-    }
-
-    /// Slots of one token, `[R]`, -1 where it did not go.
-    pub(crate) fn slots(&self, token: usize) -> &[i32] {
-        let ranks = self.num_ranks();
-        &self.0.send_head[token * ranks..][..ranks]
+    pub(crate) fn plan(&self) -> &Arc<SendPlan> {
+        &self.0.plan
     }
 
     /// Rows received from each source.
@@ -176,7 +205,9 @@ impl DispatchHandle {
 
     /// First row received from each source.
     pub(crate) fn first_row_from(&self) -> Vec<usize> {
-        exclusive_prefix(&self.rows_from())
+        let mut rows = self.rows_from();
+        exclusive_prefix_sum(&mut rows);
+        rows
     }
 
     pub(crate) fn src_idx(&self) -> &[i32] {

@@ -12,14 +12,20 @@ use crate::{
 #[derive(Debug, Clone)]
 pub struct Layout {
     pub(crate) routes: Routes,
+    pub(crate) tokens_per_expert: Vec<u32>,
     tokens_per_node: Option<Vec<u32>>,
 }
 
 impl Layout {
     pub(crate) fn from_topk(topk_idx: Tensor<'_>, map: &ExpertMap, topology: &Topology) -> Result<Self> {
-        let routes = Routes::from_topk(topk_idx, map)?;
-        let tokens_per_node = (topology.nodes() > 1).then(|| routes.tokens_per_node(topology));
-        Ok(Self { routes, tokens_per_node })
+        let mut routes = Routes::new();
+        routes.rebuild(&topk_idx, map)?;
+        let tokens_per_expert = routes.tokens_per_expert().to_vec();
+        let mut tokens_per_node = None;
+        if topology.nodes() > 1 {
+            routes.tokens_per_node(topology, tokens_per_node.insert(vec![]))?;
+        }
+        Ok(Self { routes, tokens_per_expert, tokens_per_node })
     }
 
     /// A layout from its tensors: `is_token_in_rank` `[T, R]` u8, `num_tokens_per_rank` `[R]` i32
@@ -33,7 +39,8 @@ impl Layout {
         num_tokens_per_rank: Tensor<'_>,
         num_tokens_per_expert: Tensor<'_>,
     ) -> Result<Self> {
-        let mut routes = Routes::from_mask(is_token_in_rank)?;
+        let mut routes = Routes::new();
+        routes.rebuild_from_ranks(&is_token_in_rank, num_tokens_per_rank.shape()[0])?;
         let per_rank = num_tokens_per_rank.as_slice::<i32>()?;
         for (rank, &counted) in routes.tokens_per_rank().iter().enumerate() {
             let passed = per_rank.get(rank).copied();
@@ -54,8 +61,8 @@ impl Layout {
                 "must not be negative",
             ));
         }
-        routes.set_tokens_per_expert(per_expert.iter().map(|&n| n as u32).collect());
-        Ok(Self { routes, tokens_per_node: None })
+        let tokens_per_expert = per_expert.iter().map(|&n| n as u32).collect();
+        Ok(Self { routes, tokens_per_expert, tokens_per_node: None })
     }
 
     /// `[R]` i32: tokens that go to each rank.
@@ -70,12 +77,14 @@ impl Layout {
 
     /// `[E]` i32: choices of each expert.
     pub fn num_tokens_per_expert(&self) -> Tensor<'_> {
-        vector(self.routes.tokens_per_expert())
+        vector(&self.tokens_per_expert)
     }
 
     /// `[T, R]` u8, 0 or 1.
     pub fn is_token_in_rank(&self) -> Tensor<'_> {
-        self.routes.is_token_in_rank()
+        let shape = [self.routes.tokens(), self.routes.ranks()];
+        Tensor::new(self.routes.is_token_in_rank(), &shape)
+            .expect("routes have a byte for each token and rank")
     }
 }
 

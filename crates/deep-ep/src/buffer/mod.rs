@@ -18,7 +18,7 @@ pub use dispatch::{
     DispatchInput, DispatchOutput, Dispatched, Landing, PendingDispatch, ReceivedCounts, Routes, TopK,
 };
 pub use handle::{DispatchHandle, LowLatencyHandle};
-pub(crate) use handle::pack_range;
+pub(crate) use handle::{SendPlan, pack_range};
 pub use layout::Layout;
 pub use loan::Loan;
 pub use low_latency::{

@@ -231,10 +231,11 @@ impl<'a> Tensor<'a> {
     /// The tensor has another element type, is strided, or is not on the host.
     pub fn as_slice<T: Element>(&self) -> Result<&'a [T]> {
         check_slice::<T>(self.dtype(), self.is_dense(), self.device())?;
-        // SAFETY: a dense host tensor of `T` reaches `span` elements from `data`, all of them
-        // borrowed for 'a; zero elements may come with any pointer, so use an empty slice then.
+        // Zero elements may come with any pointer.
         Ok(match self.shape.span() {
             0 => &[],
+            // SAFETY: a dense host tensor of `T` reaches `n` elements from `data`, all of them
+            // borrowed for 'a.
             n => unsafe { std::slice::from_raw_parts(self.data.cast(), n) },
         })
     }
@@ -362,9 +363,9 @@ impl<'a> TensorMut<'a> {
     /// The tensor has another element type, is strided, or is not on the host.
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
         check_slice::<T>(self.dtype(), self.is_dense(), self.device())?;
-        // SAFETY: as in `Tensor::as_slice`, and the borrow is exclusive.
         Ok(match self.shape.span() {
             0 => &mut [],
+            // SAFETY: as in `Tensor::as_slice`, and the borrow is exclusive.
             n => unsafe { std::slice::from_raw_parts_mut(self.data.cast(), n) },
         })
     }
@@ -412,7 +413,7 @@ fn rows_are_dense(shape: &Shape) -> bool {
 }
 
 fn check_alignment(data: *const u8, dtype: DType) -> Result<()> {
-    if data.addr() % dtype.size() != 0 {
+    if !data.addr().is_multiple_of(dtype.size()) {
         return Err(Error::invalid(
             "bytes",
             format!("at {:#x}", data.addr()),
@@ -435,7 +436,7 @@ fn check_no_overlap(shape: &Shape) -> Result<()> {
                 "must not let two elements of an output share memory",
             ));
         }
-        reach = shape.strides[i] * (shape.dims[i] - 1) + reach;
+        reach += shape.strides[i] * (shape.dims[i] - 1);
     }
     Ok(())
 }
@@ -546,9 +547,9 @@ impl OwnedTensor {
     /// The elements. Errors as [`TensorMut::as_mut_slice`].
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
         check_slice::<T>(self.dtype(), self.is_dense(), self.device())?;
-        // SAFETY: as in `TensorMut::as_mut_slice`.
         Ok(match self.shape.span() {
             0 => &mut [],
+            // SAFETY: as in `TensorMut::as_mut_slice`.
             n => unsafe { std::slice::from_raw_parts_mut(self.memory.data.cast(), n) },
         })
     }

@@ -82,7 +82,10 @@ pub struct CombineOutput<'o> {
 impl<'o> CombineOutput<'o> {
     /// Only the rows.
     pub fn new(x: TensorMut<'o>) -> Self {
-        Self { x, topk_weights: None }
+        Self {
+            x,
+            topk_weights: None,
+        }
     }
 }
 
@@ -117,12 +120,18 @@ impl PendingCombine<'_> {
             x: OwnedTensor::zeros(x.dtype(), &[handle.num_tokens(), x.shape()[1]])?,
             topk_weights: match &self.input.topk_weights {
                 None => None,
-                Some(w) => Some(OwnedTensor::zeros(w.dtype(), &[handle.num_tokens(), w.shape()[1]])?),
+                Some(w) => Some(OwnedTensor::zeros(
+                    w.dtype(),
+                    &[handle.num_tokens(), w.shape()[1]],
+                )?),
             },
         };
         let mut out = CombineOutput {
             x: combined.x.as_tensor_mut(),
-            topk_weights: combined.topk_weights.as_mut().map(OwnedTensor::as_tensor_mut),
+            topk_weights: combined
+                .topk_weights
+                .as_mut()
+                .map(OwnedTensor::as_tensor_mut),
         };
         self.call.finish_into(&self.input, &mut out)?;
         Ok(combined)

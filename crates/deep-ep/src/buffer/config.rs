@@ -4,20 +4,8 @@ use std::time::Duration;
 
 use crate::{
     error::{Error, Result},
-    settings::Settings,
+    settings::{EngineChoice, Settings},
 };
-
-/// Which engine moves the rows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum EngineKind {
-    /// The best that this machine has.
-    #[default]
-    Auto,
-    /// Threads and shared memory; runs everywhere.
-    Cpu,
-    /// NVIDIA GPUs.
-    Cuda,
-}
 
 /// The stream on which a call's work is ordered. The CPU engine works in the calling thread, so
 /// there only [`Stream::HOST`] exists.
@@ -62,7 +50,7 @@ pub struct LowLatencyConfig {
 #[derive(Debug, Clone)]
 pub struct BufferConfig {
     /// Engine to use.
-    pub engine: EngineKind,
+    pub engine: EngineChoice,
     /// Bytes of symmetric memory to start with for the high-throughput calls; it grows.
     pub scale_up_bytes: usize,
     /// Most bytes that this rank's symmetric memory may grow to; `None`: the machine's memory.
@@ -86,7 +74,7 @@ pub struct BufferConfig {
 impl Default for BufferConfig {
     fn default() -> Self {
         Self {
-            engine: EngineKind::Auto,
+            engine: EngineChoice::Auto,
             scale_up_bytes: 0,
             max_bytes: None,
             low_latency: None,
@@ -107,7 +95,11 @@ impl BufferConfig {
     /// A variable's value is not usable; the error names it.
     pub fn from_env() -> Result<Self> {
         let settings = Settings::from_env()?;
-        Ok(Self { engine: settings.engine.value, timeout: settings.timeout.value, ..Self::default() })
+        Ok(Self {
+            engine: settings.engine.value,
+            timeout: settings.timeout.value,
+            ..Self::default()
+        })
     }
 
     pub(crate) fn check(&self) -> Result<()> {

@@ -118,7 +118,12 @@ pub struct DispatchOutput<'o> {
 impl<'o> DispatchOutput<'o> {
     /// Only the rows.
     pub fn new(x: TensorMut<'o>) -> Self {
-        Self { x, scales: None, topk_idx: None, topk_weights: None }
+        Self {
+            x,
+            scales: None,
+            topk_idx: None,
+            topk_weights: None,
+        }
     }
 }
 
@@ -174,7 +179,10 @@ impl PendingDispatch<'_> {
     /// # Errors
     /// As [`counts`](Self::counts); besides an output of another shape or type than
     /// [`DispatchOutput`] says, which abandons the call.
-    pub fn finish_into(mut self, mut out: DispatchOutput<'_>) -> Result<(ReceivedCounts, DispatchHandle)> {
+    pub fn finish_into(
+        mut self,
+        mut out: DispatchOutput<'_>,
+    ) -> Result<(ReceivedCounts, DispatchHandle)> {
         self.call.finish_into(&self.input, &mut out)
     }
 }

@@ -57,7 +57,11 @@ impl SendPlan {
 
     /// Rows for each rank, `[R]`.
     pub(crate) fn rows(&self) -> Vec<u64> {
-        self.routes.tokens_per_rank().iter().map(|&rows| u64::from(rows)).collect()
+        self.routes
+            .tokens_per_rank()
+            .iter()
+            .map(|&rows| u64::from(rows))
+            .collect()
     }
 }
 
@@ -75,7 +79,12 @@ impl DispatchHandle {
             sum += rows;
             rank_prefix_matrix[source * ranks + rank.0] = i32::try_from(sum).unwrap_or(i32::MAX);
         }
-        let channel_prefix = plan.routes.tokens_per_rank().iter().map(|&n| n as i32).collect();
+        let channel_prefix = plan
+            .routes
+            .tokens_per_rank()
+            .iter()
+            .map(|&n| n as i32)
+            .collect();
         Self(Arc::new(Data {
             rank,
             plan,
@@ -123,7 +132,10 @@ impl DispatchHandle {
                 return Err(Error::invalid(
                     format!("rank_prefix_matrix[{source}, {rank}]"),
                     sum,
-                    format!("must lie between {before} and the {} rows of recv_src_idx", src_idx.len()),
+                    format!(
+                        "must lie between {before} and the {} rows of recv_src_idx",
+                        src_idx.len()
+                    ),
                 ));
             }
             rows_from.push((sum - before) as usize);
@@ -177,8 +189,11 @@ impl DispatchHandle {
 
     /// `[T, R]` u8, 0 or 1.
     pub fn is_token_in_rank(&self) -> Tensor<'_> {
-        Tensor::new(self.0.plan.routes.is_token_in_rank(), &[self.num_tokens(), self.num_ranks()])
-            .expect("routes have a byte for each token and rank")
+        Tensor::new(
+            self.0.plan.routes.is_token_in_rank(),
+            &[self.num_tokens(), self.num_ranks()],
+        )
+        .expect("routes have a byte for each token and rank")
     }
 
     /// `[T, R]` i32: position of the token among the rows that went to the rank, -1 where it did
@@ -208,10 +223,6 @@ impl DispatchHandle {
         let mut rows = self.rows_from();
         exclusive_prefix_sum(&mut rows);
         rows
-    }
-
-    pub(crate) fn src_idx(&self) -> &[i32] {
-        &self.0.src_idx
     }
 }
 
@@ -259,7 +270,11 @@ impl LowLatencyHandle {
         num_experts: usize,
     ) -> Result<Self> {
         let &[local, ranks] = layout_range.shape() else {
-            return Err(Error::invalid("layout_range", format!("{layout_range:?}"), "must be [E/R, R]"));
+            return Err(Error::invalid(
+                "layout_range",
+                format!("{layout_range:?}"),
+                "must be [E/R, R]",
+            ));
         };
         let rows = ranks * max_tokens_per_rank;
         if src_info.shape() != [local, rows] || num_experts != local * ranks {
@@ -288,11 +303,18 @@ impl LowLatencyHandle {
         let mut copy = Self::empty(local, ranks, max_tokens_per_rank, hidden)?;
         let data = Arc::get_mut(&mut copy.0).expect("just made");
         data.src_info.as_mut_slice::<i32>()?.copy_from_slice(info);
-        data.layout_range.as_mut_slice::<i64>()?.copy_from_slice(ranges);
+        data.layout_range
+            .as_mut_slice::<i64>()?
+            .copy_from_slice(ranges);
         Ok(copy)
     }
 
-    pub(crate) fn empty(local: usize, ranks: usize, max_tokens: usize, hidden: usize) -> Result<Self> {
+    pub(crate) fn empty(
+        local: usize,
+        ranks: usize,
+        max_tokens: usize,
+        hidden: usize,
+    ) -> Result<Self> {
         Ok(Self(Arc::new(LowLatencyData {
             src_info: OwnedTensor::zeros(DType::I32, &[local, ranks * max_tokens])?,
             layout_range: OwnedTensor::zeros(DType::I64, &[local, ranks])?,
@@ -300,6 +322,14 @@ impl LowLatencyHandle {
             hidden,
             num_experts: local * ranks,
         })))
+    }
+
+    /// The same handle for rows of another hidden size.
+    pub(crate) fn with_hidden(mut self, hidden: usize) -> Self {
+        if let Some(data) = Arc::get_mut(&mut self.0) {
+            data.hidden = hidden;
+        }
+        self
     }
 
     /// `(src_info, layout_range)` of a handle that has no clone yet.
@@ -339,7 +369,12 @@ impl LowLatencyHandle {
     /// Begin row and count of the rows of local expert `e` from source `s`.
     pub(crate) fn range(&self, e: usize, s: usize) -> (usize, usize) {
         let ranks = self.0.layout_range.shape()[1];
-        unpack_range(self.0.layout_range.as_slice::<i64>().expect("made as dense i64")[e * ranks + s])
+        unpack_range(
+            self.0
+                .layout_range
+                .as_slice::<i64>()
+                .expect("made as dense i64")[e * ranks + s],
+        )
     }
 }
 
@@ -349,5 +384,8 @@ pub(crate) fn pack_range(begin: usize, count: usize) -> i64 {
 }
 
 fn unpack_range(range: i64) -> (usize, usize) {
-    ((range as u64 >> 32) as usize, (range as u64 & 0xffff_ffff) as usize)
+    (
+        (range as u64 >> 32) as usize,
+        (range as u64 & 0xffff_ffff) as usize,
+    )
 }

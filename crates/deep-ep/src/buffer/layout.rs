@@ -17,7 +17,11 @@ pub struct Layout {
 }
 
 impl Layout {
-    pub(crate) fn from_topk(topk_idx: Tensor<'_>, map: &ExpertMap, topology: &Topology) -> Result<Self> {
+    pub(crate) fn from_topk(
+        topk_idx: Tensor<'_>,
+        map: &ExpertMap,
+        topology: &Topology,
+    ) -> Result<Self> {
         let mut routes = Routes::new();
         routes.rebuild(&topk_idx, map)?;
         let tokens_per_expert = routes.tokens_per_expert().to_vec();
@@ -25,7 +29,11 @@ impl Layout {
         if topology.nodes() > 1 {
             routes.tokens_per_node(topology, tokens_per_node.insert(vec![]))?;
         }
-        Ok(Self { routes, tokens_per_expert, tokens_per_node })
+        Ok(Self {
+            routes,
+            tokens_per_expert,
+            tokens_per_node,
+        })
     }
 
     /// A layout from its tensors: `is_token_in_rank` `[T, R]` u8, `num_tokens_per_rank` `[R]` i32
@@ -62,7 +70,11 @@ impl Layout {
             ));
         }
         let tokens_per_expert = per_expert.iter().map(|&n| n as u32).collect();
-        Ok(Self { routes, tokens_per_expert, tokens_per_node: None })
+        Ok(Self {
+            routes,
+            tokens_per_expert,
+            tokens_per_node: None,
+        })
     }
 
     /// `[R]` i32: tokens that go to each rank.

@@ -24,7 +24,11 @@ pub struct Loan {
 
 impl Loan {
     pub(crate) fn new(memory: Box<dyn LoanMemory>, dtype: DType, shape: &[usize]) -> Self {
-        Self { memory, dtype, shape: shape.to_vec() }
+        Self {
+            memory,
+            dtype,
+            shape: shape.to_vec(),
+        }
     }
 
     /// Element type.
@@ -86,7 +90,11 @@ impl Loan {
 
     fn check<T: Element>(&self) -> Result<()> {
         if T::DTYPE != self.dtype {
-            return Err(Error::invalid("dtype", self.dtype, format!("must be {}", T::DTYPE)));
+            return Err(Error::invalid(
+                "dtype",
+                self.dtype,
+                format!("must be {}", T::DTYPE),
+            ));
         }
         Ok(())
     }

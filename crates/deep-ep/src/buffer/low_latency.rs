@@ -118,7 +118,12 @@ impl<'io> PendingLowLatencyDispatch<'io> {
             scales: scales.as_mut().map(OwnedTensor::as_tensor_mut),
         };
         let (recv_count, handle) = self.call.finish_into(&mut self.input, &mut out)?;
-        Ok(LowLatencyDispatched { x, scales, recv_count, handle })
+        Ok(LowLatencyDispatched {
+            x,
+            scales,
+            recv_count,
+            handle,
+        })
     }
 
     /// Receives into the caller's memory; returns `recv_count [E/R]` and the handle.
@@ -196,7 +201,8 @@ impl<'io> PendingLowLatencyCombine<'io> {
         let tokens = self.input.topk_idx.shape()[0];
         let hidden = self.input.x.as_tensor().shape()[2];
         let mut out = OwnedTensor::zeros(crate::DType::Bf16, &[tokens, hidden])?;
-        self.call.finish_into(&mut self.input, out.as_tensor_mut())?;
+        self.call
+            .finish_into(&mut self.input, out.as_tensor_mut())?;
         Ok(out)
     }
 

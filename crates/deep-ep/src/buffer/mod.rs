@@ -12,10 +12,16 @@ mod statistics;
 
 use std::sync::Arc;
 
+pub(crate) use check::{
+    combine_output as check_combine_output, dispatch_output as check_dispatch_output,
+    low_latency_combined as check_low_latency_combined,
+    low_latency_output as check_low_latency_output,
+};
 pub use combine::{CombineInput, CombineOutput, CombineRows, Combined, PendingCombine};
-pub use config::{BufferConfig, EngineKind, LowLatencyConfig, Stream};
+pub use config::{BufferConfig, LowLatencyConfig, Stream};
 pub use dispatch::{
-    DispatchInput, DispatchOutput, Dispatched, Landing, PendingDispatch, ReceivedCounts, Routes, TopK,
+    DispatchInput, DispatchOutput, Dispatched, Landing, PendingDispatch, ReceivedCounts, Routes,
+    TopK,
 };
 pub use handle::{DispatchHandle, LowLatencyHandle};
 pub(crate) use handle::{SendPlan, pack_range};
@@ -33,6 +39,7 @@ use crate::{
     engine::{Engine, Operation, cpu::CpuEngine},
     error::{Error, Reject, Result},
     routing::ExpertMap,
+    settings::EngineChoice,
     tensor::Tensor,
     topology::{Rank, Topology},
 };
@@ -58,17 +65,24 @@ impl Buffer {
     /// be had; the engine is not available here.
     pub fn new(communicator: &Communicator, config: BufferConfig) -> Result<Self> {
         config.check()?;
-        let topology = Topology::new(communicator.size(), communicator.size())?;
+        let topology = Topology::single_node(communicator.size())?;
         let engine: Arc<dyn Engine> = match config.engine {
-            EngineKind::Auto | EngineKind::Cpu => Arc::new(CpuEngine::new(communicator, &config)?),
-            EngineKind::Cuda => {
+            EngineChoice::Auto | EngineChoice::Cpu => {
+                Arc::new(CpuEngine::new(communicator, &config)?)
+            }
+            EngineChoice::Cuda => {
                 return Err(Error::Unsupported {
                     feature: "engine cuda".into(),
                     why: "this build has only the cpu engine".into(),
                 });
             }
         };
-        Ok(Self { engine, communicator: communicator.clone(), config, topology })
+        Ok(Self {
+            engine,
+            communicator: communicator.clone(),
+            config,
+            topology,
+        })
     }
 
     /// This rank.
@@ -112,7 +126,10 @@ impl Buffer {
     /// [`Error::PeerRejected`], and the buffer stays usable. Or a wait failed.
     pub fn dispatch<'io>(&self, input: DispatchInput<'io>) -> Result<PendingDispatch<'io>> {
         self.checked(Operation::Dispatch, check::dispatch(&input, self))?;
-        Ok(PendingDispatch { call: self.engine.dispatch(&input)?, input })
+        Ok(PendingDispatch {
+            call: self.engine.dispatch(&input)?,
+            input,
+        })
     }
 
     /// Begins to bring rows back to their owners, where they are summed.
@@ -121,7 +138,10 @@ impl Buffer {
     /// As [`Buffer::dispatch`].
     pub fn combine<'io>(&self, input: CombineInput<'io>) -> Result<PendingCombine<'io>> {
         self.checked(Operation::Combine, check::combine(&input, self))?;
-        Ok(PendingCombine { call: self.engine.combine(&input)?, input })
+        Ok(PendingCombine {
+            call: self.engine.combine(&input)?,
+            input,
+        })
     }
 
     /// Sends rows to the chosen experts with a fixed capacity; the receive half is the returned
@@ -133,8 +153,14 @@ impl Buffer {
         &self,
         input: LowLatencyDispatchInput<'io>,
     ) -> Result<PendingLowLatencyDispatch<'io>> {
-        self.checked(Operation::LowLatencyDispatch, check::low_latency_dispatch(&input, self))?;
-        Ok(PendingLowLatencyDispatch { call: self.engine.low_latency_dispatch(&input)?, input })
+        self.checked(
+            Operation::LowLatencyDispatch,
+            check::low_latency_dispatch(&input, self),
+        )?;
+        Ok(PendingLowLatencyDispatch {
+            call: self.engine.low_latency_dispatch(&input)?,
+            input,
+        })
     }
 
     /// Sends expert outputs back to the owners of their tokens; the receive half is the returned
@@ -147,8 +173,14 @@ impl Buffer {
         &self,
         mut input: LowLatencyCombineInput<'io>,
     ) -> Result<PendingLowLatencyCombine<'io>> {
-        self.checked(Operation::LowLatencyCombine, check::low_latency_combine(&input, self))?;
-        Ok(PendingLowLatencyCombine { call: self.engine.low_latency_combine(&mut input)?, input })
+        self.checked(
+            Operation::LowLatencyCombine,
+            check::low_latency_combine(&input, self),
+        )?;
+        Ok(PendingLowLatencyCombine {
+            call: self.engine.low_latency_combine(&mut input)?,
+            input,
+        })
     }
 
     /// A dense tensor in symmetric memory to be filled and passed to [`Buffer::combine`], which then
@@ -230,7 +262,11 @@ impl Buffer {
 
     fn check_shrink(&self) -> Result<()> {
         if !self.config.enable_shrink {
-            return Err(Error::invalid("enable_shrink", false, "must be true for masks"));
+            return Err(Error::invalid(
+                "enable_shrink",
+                false,
+                "must be true for masks",
+            ));
         }
         Ok(())
     }

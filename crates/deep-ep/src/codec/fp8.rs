@@ -127,7 +127,7 @@ impl BlockScale {
         let factor = if ceiling == f32::INFINITY.to_bits() {
             0.0
         } else {
-            f32::from_bits((2 * 127 << 23) - ceiling)
+            f32::from_bits(((2 * 127) << 23) - ceiling)
         };
         Self {
             scale: f32::from_bits(ceiling),

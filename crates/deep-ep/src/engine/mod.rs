@@ -9,9 +9,9 @@ pub(crate) mod cpu;
 
 use crate::{
     buffer::{
-        CombineInput, CombineOutput, DispatchHandle, DispatchInput, DispatchOutput, Dispatched, Loan,
-        LowLatencyCombineInput, LowLatencyDispatchInput, LowLatencyDispatchOutput, LowLatencyHandle,
-        ReceivedCounts, Statistics,
+        CombineInput, CombineOutput, DispatchHandle, DispatchInput, DispatchOutput, Dispatched,
+        Loan, LowLatencyCombineInput, LowLatencyDispatchInput, LowLatencyDispatchOutput,
+        LowLatencyHandle, ReceivedCounts, Statistics,
     },
     dtype::DType,
     error::{Reject, Result},
@@ -110,7 +110,10 @@ pub(crate) trait CombineCall: Send {
 /// A low-latency dispatch in flight.
 pub(crate) trait LowLatencyDispatchCall: Send {
     /// Memory for the rows and scales.
-    fn allocate(&self, input: &LowLatencyDispatchInput<'_>) -> Result<(OwnedTensor, Option<OwnedTensor>)>;
+    fn allocate(
+        &self,
+        input: &LowLatencyDispatchInput<'_>,
+    ) -> Result<(OwnedTensor, Option<OwnedTensor>)>;
     fn finish_into(
         &mut self,
         input: &mut LowLatencyDispatchInput<'_>,

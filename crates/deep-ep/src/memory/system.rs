@@ -102,6 +102,19 @@ pub fn page_size() -> u64 {
     rustix::param::page_size() as u64
 }
 
+/// Bytes of the first core's second-level cache; 1 MiB where the system does not say.
+pub fn second_level_cache() -> u64 {
+    let caches = Path::new("/sys/devices/system/cpu/cpu0/cache");
+    let found = (0..8).find_map(|index| {
+        let cache = caches.join(format!("index{index}"));
+        let is_second = read(&cache.join("level")).ok()?.trim() == "2";
+        let size = is_second.then(|| read(&cache.join("size")).ok())??;
+        let kib: u64 = size.trim().strip_suffix('K')?.parse().ok()?;
+        kib.checked_mul(1024)
+    });
+    found.unwrap_or(1 << 20)
+}
+
 /// The bytes of a `/proc/meminfo` field, which the kernel gives in KiB.
 fn meminfo_field(meminfo: &str, name: &str) -> Option<u64> {
     let line = meminfo.lines().find(|line| {
@@ -230,6 +243,7 @@ mod tests {
         let facts = MemoryFacts::read().unwrap();
         assert!(facts.page_size >= 4096 && facts.page_size.is_power_of_two());
         assert!(facts.limit() <= facts.total);
+        assert!((1 << 14..1 << 30).contains(&second_level_cache()));
         assert!(0 < facts.obtainable() && facts.obtainable() <= facts.total);
     }
 

@@ -179,14 +179,15 @@ impl Levels {
         }
         let (lows, highs) = out.split_at_mut(x.len());
         let (bits8, signs) = highs.split_at_mut(x.len() / 8);
-        for (code, low) in codes.iter().zip(lows) {
-            *low = *code as u8;
+        let mut rest = [0u8; LOGFMT_BLOCK];
+        for ((code, low), rest) in codes.iter().zip(lows).zip(&mut rest) {
+            (*low, *rest) = (*code as u8, (code >> 8) as u8);
         }
-        let codes = codes.as_chunks::<8>().0;
-        for ((codes, bit8), sign) in codes.iter().zip(bits8).zip(signs) {
-            let both = u64::from_le_bytes(codes.map(|code| (code >> 8) as u8));
-            *bit8 = gather(both & ONES);
-            *sign = gather(both >> 1 & ONES);
+        let rest = rest.as_chunks::<8>().0;
+        for ((rest, bit8), sign) in rest.iter().zip(bits8).zip(signs) {
+            let rest = u64::from_le_bytes(*rest);
+            *bit8 = gather(rest & ONES);
+            *sign = gather(rest >> 1 & ONES);
         }
     }
 
@@ -208,24 +209,18 @@ impl Levels {
     fn read(&self, payload: &[u8], out: &mut [f32]) {
         let (lows, highs) = payload.split_at(out.len());
         let (bits8, signs) = highs.split_at(out.len() / 8);
-        let mut codes = [0u16; LOGFMT_BLOCK];
-        for ((codes, bit8), sign) in codes
-            .as_chunks_mut::<8>()
-            .0
-            .iter_mut()
-            .zip(bits8)
-            .zip(signs)
-        {
-            let both = spread(*bit8) | spread(*sign) << 1;
-            *codes = both.to_le_bytes().map(|high| u16::from(high) << 8);
+        let mut rest = [0u8; LOGFMT_BLOCK];
+        for ((rest, bit8), sign) in (rest.as_chunks_mut().0.iter_mut().zip(bits8)).zip(signs) {
+            *rest = (spread(*bit8) | spread(*sign) << 1).to_le_bytes();
         }
         let step = self.range * (1.0 / STEPS);
-        for ((code, low), out) in codes.iter().zip(lows).zip(out) {
-            let code = u32::from(code | u16::from(*low));
-            let steps = ((code & 0x1ff) as i32 - 1) as f32;
+        for ((rest, low), out) in rest.iter().zip(lows).zip(out) {
+            let rest = u32::from(*rest);
+            let code = u32::from(*low) | (rest & 1) << 8;
+            let steps = (code as i32 - 1) as f32;
             let level = curve::exp2(self.start + steps * step).to_bits();
-            let magnitude = if code & 0x1ff == 0 { 0 } else { level };
-            *out = f32::from_bits(magnitude | code >> 9 << 31);
+            let magnitude = if code == 0 { 0 } else { level };
+            *out = f32::from_bits(magnitude | rest >> 1 << 31);
         }
     }
 }
@@ -241,6 +236,6 @@ fn gather(bytes: u64) -> u8 {
 #[inline(always)]
 fn spread(bits: u8) -> u64 {
     // Byte i keeps only bit i, then becomes 1 if that is set.
-    let alone = u64::from(bits) * ONES & 0x8040_2010_0804_0201;
+    let alone = (u64::from(bits) * ONES) & 0x8040_2010_0804_0201;
     (alone + 0x7f7f_7f7f_7f7f_7f7f) >> 7 & ONES
 }

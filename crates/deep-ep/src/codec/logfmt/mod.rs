@@ -4,8 +4,9 @@
 //! sign and a 9-bit code: 0 for zero, and 1 to 511 for magnitudes from the block's lowest level to
 //! its highest, in equal steps of the logarithm. Steps cover what the block needs, but never more
 //! than eight octaves, which makes a step at most 1.1 %; smaller values become the lowest level or
-//! zero, whichever is nearer. The idea is DeepSeek's ("Insights into DeepSeek-V3", 2025, section
-//! 3.2, LogFMT); levels, layout and fallbacks are this crate's.
+//! zero, whichever is nearer. The idea is DeepSeek's LogFMT ("Insights into DeepSeek-V3: Scaling
+//! Challenges and Reflections on Hardware for AI Architectures", 2025); levels, layout and fallbacks
+//! are this crate's.
 //!
 //! # Layout
 //!
@@ -126,33 +127,64 @@ pub fn decode_row_with(level: Simd, bytes: &[u8], out: &mut [f32]) -> Result<usi
 pub(super) fn encode(x: &[f32], out: &mut [u8]) -> usize {
     let (headers, payloads) = out.split_at_mut(header_bytes(x.len()));
     headers.fill(0);
+    let mut headers_left = headers.as_chunks_mut().0.iter_mut();
     let mut at = 0;
-    for (x, header) in x.chunks(LOGFMT_BLOCK).zip(headers.as_chunks_mut().0) {
-        let form = Form::choose(x);
-        *header = form.header().to_le_bytes();
-        let size = form.payload_bytes(x.len());
-        form.write(x, &mut payloads[at..at + size]);
-        at += size;
+    // Whole blocks apart from the short one: loops of known length make better vectors.
+    let (blocks, rest) = x.as_chunks::<LOGFMT_BLOCK>();
+    for (x, header) in blocks.iter().zip(&mut headers_left) {
+        at += encode_block(x, header, &mut payloads[at..]);
+    }
+    if let (false, Some(header)) = (rest.is_empty(), headers_left.next()) {
+        at += encode_block(rest, header, &mut payloads[at..]);
     }
     headers.len() + at
+}
+
+/// Encodes a block and returns the bytes of its payload.
+#[inline(always)]
+fn encode_block(x: &[f32], header: &mut [u8; 4], payload: &mut [u8]) -> usize {
+    let form = Form::choose(x);
+    *header = form.header().to_le_bytes();
+    let size = form.payload_bytes(x.len());
+    form.write(x, &mut payload[..size]);
+    size
 }
 
 /// [`decode_row`]; inlined into a function for each instruction set, and compiled for it there.
 #[inline(always)]
 pub(super) fn decode(bytes: &[u8], out: &mut [f32]) -> Result<usize, DecodeError> {
-    let truncated = |needed| DecodeError::Truncated {
-        needed,
-        got: bytes.len(),
-    };
     let mut at = header_bytes(out.len());
-    let headers = bytes.get(..at).ok_or(truncated(at))?.as_chunks().0;
-    for (block, (out, header)) in out.chunks_mut(LOGFMT_BLOCK).zip(headers).enumerate() {
-        let header = u32::from_le_bytes(*header);
-        let form = Form::parse(header).ok_or(DecodeError::Header { block, header })?;
-        let end = at + form.payload_bytes(out.len());
-        let payload = bytes.get(at..end).ok_or(truncated(end))?;
-        form.read(payload, out);
-        at = end;
+    let headers = bytes.get(..at).ok_or(DecodeError::Truncated {
+        needed: at,
+        got: bytes.len(),
+    })?;
+    let mut headers_left = headers.as_chunks().0.iter().enumerate();
+    let (blocks, rest) = out.as_chunks_mut::<LOGFMT_BLOCK>();
+    for (out, header) in blocks.iter_mut().zip(&mut headers_left) {
+        at = decode_block(bytes, at, header, out)?;
+    }
+    if let (false, Some(header)) = (rest.is_empty(), headers_left.next()) {
+        at = decode_block(bytes, at, header, rest)?;
     }
     Ok(at)
+}
+
+/// Decodes the block with number and header `header`, whose payload starts at `at`, and returns
+/// where it ends.
+#[inline(always)]
+fn decode_block(
+    bytes: &[u8],
+    at: usize,
+    (block, header): (usize, &[u8; 4]),
+    out: &mut [f32],
+) -> Result<usize, DecodeError> {
+    let header = u32::from_le_bytes(*header);
+    let form = Form::parse(header).ok_or(DecodeError::Header { block, header })?;
+    let end = at + form.payload_bytes(out.len());
+    let payload = bytes.get(at..end).ok_or(DecodeError::Truncated {
+        needed: end,
+        got: bytes.len(),
+    })?;
+    form.read(payload, out);
+    Ok(end)
 }

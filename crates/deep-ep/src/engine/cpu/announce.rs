@@ -11,10 +11,12 @@
 use super::{
     control::{FIXED_WORDS, Kind, TEXT_WORDS},
     group::{Absent, At, Group, Message, Stage},
+    low_latency::cycles,
 };
 use crate::{
     engine::Operation,
     error::{Error, Reject, Result, Text},
+    tensor::TensorMut,
     topology::Rank,
 };
 
@@ -44,6 +46,19 @@ pub(super) struct Terms {
 }
 
 impl Terms {
+    /// Terms of an operation without any.
+    pub(super) fn new(operation: Operation) -> Self {
+        Self {
+            operation,
+            num_experts: 0,
+            row_bytes: 0,
+            top_k: 0,
+            scale_columns: 0,
+            max_tokens: 0,
+            format: 0,
+        }
+    }
+
     const NAMES: [&str; 7] = [
         "the operation",
         "num_experts",
@@ -92,6 +107,19 @@ pub(super) struct Announcement {
 }
 
 impl Announcement {
+    /// No tokens and no rows.
+    pub(super) fn new(terms: Terms, ranks: usize) -> Self {
+        Self {
+            terms,
+            tokens: 0,
+            worst_rows: u64::MAX,
+            metadata: 0,
+            metadata_len: 0,
+            pushes: false,
+            rows: vec![0; ranks],
+        }
+    }
+
     pub(super) fn post(&self, group: &Group, call: u64) {
         let mut words = vec![ACCEPTED];
         words.extend(self.terms.words());
@@ -117,7 +145,10 @@ impl Announcement {
         group: &Group,
     ) -> Result<Self> {
         if message.word(STATUS) != ACCEPTED {
-            return Err(Error::PeerRejected { rank: Rank(from), reason: read_reject(message, group) });
+            return Err(Error::PeerRejected {
+                rank: Rank(from),
+                reason: read_reject(message, group),
+            });
         }
         for (i, mine) in terms.words().into_iter().enumerate() {
             let other = message.word(TERMS + i);
@@ -143,20 +174,64 @@ impl Announcement {
     }
 }
 
-/// Waits for the announcements of all ranks; `own` stands for this rank's. Only when all are there
-/// are they looked into, so every rank comes to the same verdict about the call.
-pub(super) fn gather(group: &Group, call: u64, own: &Announcement) -> Result<Vec<Announcement>> {
-    let at = At { operation: own.terms.operation, stage: Stage::Counts };
-    group.wait(at, group.peers().collect(), Absent::Fail, |peer| {
-        Ok(group.look(peer, Kind::Announce, call)?.is_some())
+/// Waits for the announcements of all ranks; `own` stands for this rank's, and `None` for those of
+/// masked ranks. Only when all are there are they looked into, so every rank comes to the same
+/// verdict about the call. Clock cycles waited for each rank are added to `stats`, `[R]` i64.
+pub(super) fn gather(
+    group: &Group,
+    call: u64,
+    own: &Announcement,
+    absent: Absent,
+    stats: Option<&mut TensorMut<'_>>,
+) -> Result<Vec<Option<Announcement>>> {
+    let at = At {
+        operation: own.terms.operation,
+        stage: Stage::Counts,
+    };
+    let start = cycles();
+    let mut waited = vec![0; group.ranks()];
+    group.wait(at, group.peers().collect(), absent, |peer| {
+        let here = group.look(peer, Kind::Announce, call)?.is_some();
+        if here {
+            waited[peer] = cycles() - start;
+        }
+        Ok(here)
     })?;
-    (0..group.ranks())
-        .map(|rank| {
-            if rank == group.rank() {
-                return Ok(own.clone());
-            }
-            let message = group.look(rank, Kind::Announce, call)?.expect("it was there");
-            Announcement::read(&message, &own.terms, rank, group)
+    if let Some(stats) = stats {
+        for (sum, waited) in stats.as_mut_slice::<i64>()?.iter_mut().zip(waited) {
+            *sum = sum.wrapping_add(waited);
+        }
+    }
+    let read = |rank| {
+        if rank == group.rank() {
+            return Ok(Some(own.clone()));
+        }
+        if group.is_masked(rank) {
+            return Ok(None);
+        }
+        let message = group.look(rank, Kind::Announce, call)?;
+        message
+            .map(|message| Announcement::read(&message, &own.terms, rank, group))
+            .transpose()
+    };
+    (0..group.ranks()).map(read).collect()
+}
+
+/// [`gather`] for operations that need every rank.
+pub(super) fn gather_all(
+    group: &Group,
+    call: u64,
+    own: &Announcement,
+) -> Result<Vec<Announcement>> {
+    let all = gather(group, call, own, Absent::Fail, None)?;
+    all.into_iter()
+        .enumerate()
+        .map(|(rank, announced)| {
+            announced.ok_or_else(|| Error::PeerLost {
+                operation: own.terms.operation.name().into(),
+                stage: "counts, where it is masked".into(),
+                ranks: vec![Rank(rank)],
+            })
         })
         .collect()
 }
@@ -169,7 +244,10 @@ pub(super) fn post_reject(group: &Group, call: u64, reject: &Reject) {
     words.resize(FIXED_WORDS + group.ranks(), 0);
     words.push(text.len() as u64);
     text.resize(text.len().next_multiple_of(8), 0);
-    words.extend(text.chunks_exact(8).map(|chunk| u64::from_le_bytes(chunk.try_into().expect("8 bytes"))));
+    words.extend(
+        text.chunks_exact(8)
+            .map(|chunk| u64::from_le_bytes(chunk.try_into().expect("8 bytes"))),
+    );
     for peer in group.peers() {
         group.post(peer, Kind::Announce, call, &words);
     }
@@ -190,7 +268,11 @@ fn read_reject(message: &Message<'_>, group: &Group) -> Reject {
     let text = String::from_utf8_lossy(&bytes);
     let mut parts = text.splitn(3, '\0').map(str::to_owned);
     let mut next = || parts.next().unwrap_or_default();
-    Reject { argument: Text::from(next()), value: next(), limit: Text::from(next()) }
+    Reject {
+        argument: Text::from(next()),
+        value: next(),
+        limit: Text::from(next()),
+    }
 }
 
 /// The reason in the status of a later message.

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use half::{bf16, f16};
 
 use super::{
-    announce::{ACCEPTED, Announcement, Terms, gather, note_reject},
+    announce::{ACCEPTED, Announcement, Terms, gather_all, note_reject},
     control::Kind,
+    copy::{NextRead, Store},
     core::{Counters, CpuLoan, Member, Turn},
     group::{Absent, At, Stage},
-    rows::{Rows, RowsMut, Store, copy_each},
+    rows::{Rows, RowsMut, copy_each},
 };
 use crate::{
     buffer::{CombineInput, CombineOutput, CombineRows},
@@ -40,7 +41,10 @@ struct Part {
 }
 
 /// Announces, and puts rows and weights where their owners can read them.
-pub(super) fn begin(member: &Arc<Member>, input: &CombineInput<'_>) -> Result<Box<dyn CombineCall>> {
+pub(super) fn begin(
+    member: &Arc<Member>,
+    input: &CombineInput<'_>,
+) -> Result<Box<dyn CombineCall>> {
     let core = &member.core;
     let mut turn = core.begin(OPERATION)?;
     let x = input.x.as_tensor();
@@ -59,10 +63,19 @@ pub(super) fn begin(member: &Arc<Member>, input: &CombineInput<'_>) -> Result<Bo
         metadata: 0,
         metadata_len: 0,
         pushes: false,
-        rows: input.handle.rows_from().iter().map(|&rows| rows as u64).collect(),
+        rows: input
+            .handle
+            .rows_from()
+            .iter()
+            .map(|&rows| rows as u64)
+            .collect(),
     };
     if core.group.ranks() == 1 {
-        return Ok(Box::new(InFlight { member: member.clone(), call: turn.call, own }));
+        return Ok(Box::new(InFlight {
+            member: member.clone(),
+            call: turn.call,
+            own,
+        }));
     }
     let staged = match Staged::new(member, input, &mut turn) {
         Ok(staged) => staged,
@@ -77,7 +90,11 @@ pub(super) fn begin(member: &Arc<Member>, input: &CombineInput<'_>) -> Result<Bo
         core.group.post(peer, Kind::Delivered, turn.call, &note);
     }
     turn.paid(Kind::Delivered);
-    Ok(Box::new(InFlight { member: member.clone(), call: turn.call, own }))
+    Ok(Box::new(InFlight {
+        member: member.clone(),
+        call: turn.call,
+        own,
+    }))
 }
 
 /// Rows and weights in this rank's symmetric memory. Own rows have no place in staging: they are
@@ -154,13 +171,22 @@ impl Staged {
         let remote = rows - (self.first[self.me + 1] - self.first[self.me]);
         if !self.loaned {
             // SAFETY: the block was just allocated for that many rows.
-            let to = unsafe { RowsMut::new(self.rows_base, self.row_bytes, remote, self.row_bytes) };
-            let store = Store::for_bytes(to.bytes());
-            let copied = copy_each(&core.workers, input.num_sms, rows, self.row_bytes, |i, copier| {
-                if let Some(place) = self.place(i) {
-                    copier.copy(x.row(i), to.row(place), store);
-                }
-            });
+            let to =
+                unsafe { RowsMut::new(self.rows_base, self.row_bytes, remote, self.row_bytes) };
+            let store = core
+                .workers
+                .store(self.row_bytes, to.bytes(), NextRead::Soon);
+            let copied = copy_each(
+                &core.workers,
+                input.num_sms,
+                rows,
+                self.row_bytes,
+                |i, copier| {
+                    if let Some(place) = self.place(i) {
+                        copier.copy(x.row(i), to.row(place), store);
+                    }
+                },
+            );
             Counters::add(&core.counters.rows, copied);
         }
         if let Some(weights) = &input.topk_weights {
@@ -179,7 +205,11 @@ impl Staged {
     /// Offsets of the rows and the weights of `owner`'s tokens in this rank's region.
     fn places_for(&self, owner: usize, own: &Announcement) -> (u64, u64) {
         let first = self.first[owner];
-        let place = if own.rows[owner] == 0 { 0 } else { self.place(first).unwrap_or(0) };
+        let place = if own.rows[owner] == 0 {
+            0
+        } else {
+            self.place(first).unwrap_or(0)
+        };
         let row = if self.loaned { first } else { place };
         (
             self.rows + (row * self.row_bytes) as u64,
@@ -196,15 +226,22 @@ impl InFlight {
     /// Waits for the rows of all ranks.
     fn parts<'a>(&'a self, input: &'a CombineInput<'_>) -> Result<Vec<Part>> {
         let group = &self.member.core.group;
-        let announced = gather(group, self.call, &self.own)?;
+        let announced = gather_all(group, self.call, &self.own)?;
         let mut notes = vec![[0; 4]; group.ranks()];
-        let at = At { operation: OPERATION, stage: Stage::Rows };
+        let at = At {
+            operation: OPERATION,
+            stage: Stage::Rows,
+        };
         group.wait(at, group.peers().collect(), Absent::Fail, |peer| {
-            let Some(note) = group.look(peer, Kind::Delivered, self.call)? else { return Ok(false) };
+            let Some(note) = group.look(peer, Kind::Delivered, self.call)? else {
+                return Ok(false);
+            };
             notes[peer] = [note.word(0), note.word(1), note.word(2), note.word(3)];
             Ok(true)
         })?;
-        (0..group.ranks()).map(|rank| self.part(rank, &announced[rank], notes[rank], input)).collect()
+        (0..group.ranks())
+            .map(|rank| self.part(rank, &announced[rank], notes[rank], input))
+            .collect()
     }
 
     fn part(
@@ -227,7 +264,7 @@ impl InFlight {
         let (row, weight) = (self.own.terms.row_bytes, self.own.terms.top_k * 4);
         if rank == group.rank() {
             let first = input.handle.first_row_from()[rank];
-            let own = |tensor: &Tensor<'_>| Rows::of(tensor).from_row(first);
+            let own = |tensor: &Tensor<'_>| Rows::of(tensor).rows_from(first);
             return Ok(Part {
                 rows: own(&input.x.as_tensor()),
                 weights: input.topk_weights.as_ref().map_or(Rows::EMPTY, own),
@@ -235,7 +272,10 @@ impl InFlight {
         }
         if status != ACCEPTED {
             let reason = note_reject(status, 0, 0);
-            return Err(Error::PeerRejected { rank: Rank(rank), reason });
+            return Err(Error::PeerRejected {
+                rank: Rank(rank),
+                reason,
+            });
         }
         let read = |offset: u64, len: usize| -> Result<Rows> {
             let base = group.memory(rank).checked(offset, returned * len as u64)?;
@@ -245,7 +285,11 @@ impl InFlight {
         };
         Ok(Part {
             rows: read(rows, row)?,
-            weights: if weight > 0 { read(weights, weight)? } else { Rows::EMPTY },
+            weights: if weight > 0 {
+                read(weights, weight)?
+            } else {
+                Rows::EMPTY
+            },
         })
     }
 
@@ -273,7 +317,7 @@ impl InFlight {
         }
     }
 
-    fn sum_rows<T: Element + codec::Summand>(
+    fn sum_rows<T: Element + codec::SumElement>(
         &self,
         input: &CombineInput<'_>,
         parts: &[Part],
@@ -283,7 +327,7 @@ impl InFlight {
         let row = self.own.terms.row_bytes;
         let tokens = self.own.tokens;
         let to = RowsMut::of(&mut out.x);
-        let store = Store::for_bytes(tokens * row);
+        let store = core.workers.store(row, tokens * row, NextRead::Later);
         let bias: Vec<_> = input.bias.iter().flatten().map(Rows::of).collect();
         let plan = input.handle.plan();
         let grain = (64 << 10) / row.max(1);
@@ -304,7 +348,12 @@ impl InFlight {
                 summed += (rows.len() + biases.len()) * row;
                 // SAFETY: each token's row is written by one thread only.
                 let out = unsafe { to.row(token).bytes() };
-                codec::sum_rows(&rows, &biases, bytemuck::cast_slice_mut(out), store.is_streaming());
+                codec::sum_rows(
+                    &biases,
+                    &rows,
+                    bytemuck::cast_slice_mut(out),
+                    store == Store::Streaming,
+                );
             }
             codec::store_fence();
             Counters::add(&core.counters.summed, summed);

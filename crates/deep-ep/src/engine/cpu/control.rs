@@ -111,11 +111,15 @@ impl<'a> Control<'a> {
     /// `base` must be aligned to 8 and point to `layout.bytes()` bytes that stay mapped for `'a`, are
     /// zero at first, and that all processes access through this type only.
     pub(super) unsafe fn new(base: *mut u8, layout: Layout) -> Self {
-        Self { base, layout, memory: std::marker::PhantomData }
+        Self {
+            base,
+            layout,
+            memory: std::marker::PhantomData,
+        }
     }
 
     fn words(&self, offset: usize, count: usize) -> &'a [AtomicU64] {
-        assert!(offset + count * WORD <= self.layout.bytes() && offset % WORD == 0);
+        assert!(offset + count * WORD <= self.layout.bytes() && offset.is_multiple_of(WORD));
         // SAFETY: inside the area, aligned, mapped for 'a, accessed as atomics by everybody.
         unsafe { std::slice::from_raw_parts(self.base.add(offset).cast::<AtomicU64>(), count) }
     }
@@ -127,14 +131,19 @@ impl<'a> Control<'a> {
 
     /// The owner's doorbell.
     pub(super) fn doorbell(&self) -> Doorbell<'a, AtomicU32> {
-        let [rings, sleepers] = self.tallies() else { unreachable!("two tallies") };
+        let [rings, sleepers] = self.tallies() else {
+            unreachable!("two tallies")
+        };
         Doorbell { rings, sleepers }
     }
 
     /// Why the group gave up.
     pub(super) fn abort(&self) -> Abort<'a, AtomicU64> {
         let words = self.words(2 * LINE, 3 + self.layout.mask_words());
-        Abort { state: &words[0], payload: &words[1..] }
+        Abort {
+            state: &words[0],
+            payload: &words[1..],
+        }
     }
 
     /// The last call that `peer` has finished.
@@ -165,7 +174,10 @@ impl<'a> Control<'a> {
             Kind::Landing | Kind::Delivered => NOTE_WORDS,
         };
         let words = self.words(offset, 1 + words);
-        Mailbox { call: &words[0], payload: &words[1..] }
+        Mailbox {
+            call: &words[0],
+            payload: &words[1..],
+        }
     }
 }
 

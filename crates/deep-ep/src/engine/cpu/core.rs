@@ -111,7 +111,11 @@ impl Core {
     /// Begins the next call; abandons one that was not finished. Returns when the words and landing
     /// memory of the call before last may be used again.
     pub(super) fn begin(&self, operation: Operation) -> Result<Turn<'_>> {
-        let mut turn = Turn { core: self, session: self.session(), call: 0 };
+        let mut turn = Turn {
+            core: self,
+            session: self.session(),
+            call: 0,
+        };
         turn.abandon();
         self.group.check_abort()?;
         turn.session.call += 1;
@@ -121,11 +125,18 @@ impl Core {
             _ => self.absent,
         };
         self.group.wait_finished(
-            At { operation, stage: Stage::Reuse },
+            At {
+                operation,
+                stage: Stage::Reuse,
+            },
             turn.call.saturating_sub(2),
             absent,
         )?;
-        turn.session.open = Some(Open { call: turn.call, blocks: vec![], owes: vec![] });
+        turn.session.open = Some(Open {
+            call: turn.call,
+            blocks: vec![],
+            owes: vec![],
+        });
         Ok(turn)
     }
 
@@ -133,15 +144,30 @@ impl Core {
     pub(super) fn resume(&self, operation: Operation, call: u64) -> Result<Turn<'_>> {
         let session = self.session();
         match &session.open {
-            Some(open) if open.call == call => Ok(Turn { core: self, session, call }),
-            _ => Err(Error::Abandoned { operation: operation.name().into() }),
+            Some(open) if open.call == call => Ok(Turn {
+                core: self,
+                session,
+                call,
+            }),
+            _ => Err(Error::Abandoned {
+                operation: operation.name().into(),
+            }),
         }
     }
 
     /// Abandons call number `call` if it is still open. Never waits for a peer.
     pub(super) fn abandon(&self, call: u64) {
-        let mut turn = Turn { core: self, session: self.session(), call };
-        if turn.session.open.as_ref().is_some_and(|open| open.call == call) {
+        let mut turn = Turn {
+            core: self,
+            session: self.session(),
+            call,
+        };
+        if turn
+            .session
+            .open
+            .as_ref()
+            .is_some_and(|open| open.call == call)
+        {
             turn.abandon();
         }
     }
@@ -151,7 +177,9 @@ impl Core {
         let finished = self.group.finished_by_all();
         let mut heap = self.heap();
         heap.reap(finished);
-        heap.alloc(len as u64, purpose, &mut |wanted| self.region.commit(wanted))
+        heap.alloc(len as u64, purpose, &mut |wanted| {
+            self.region.commit(wanted)
+        })
     }
 
     /// Commits at least `len` bytes of the region.
@@ -164,7 +192,9 @@ impl Core {
 
     /// The address of a block.
     pub(super) fn at(&self, block: &Block) -> *mut u8 {
-        self.region.ptr(block.offset(), block.len()).expect("a block lies in committed memory")
+        self.region
+            .ptr(block.offset(), block.len())
+            .expect("a block lies in committed memory")
     }
 
     pub(super) fn region(&self) -> &Region {
@@ -186,7 +216,10 @@ impl Drop for Member {
 
 impl Turn<'_> {
     fn open(&mut self) -> &mut Open {
-        self.session.open.as_mut().expect("a turn works on an open call")
+        self.session
+            .open
+            .as_mut()
+            .expect("a turn works on an open call")
     }
 
     /// Keeps a block until every peer has finished this call.
@@ -215,7 +248,11 @@ impl Turn<'_> {
     pub(super) fn reject_for(self, error: Error) -> Error {
         match &error {
             Error::InvalidArgument(reject) => self.reject(reject),
-            Error::OutOfMemory { purpose, requested, limit } => self.reject(&Reject::new(
+            Error::OutOfMemory {
+                purpose,
+                requested,
+                limit,
+            } => self.reject(&Reject::new(
                 format!("memory for {purpose}"),
                 format!("{requested} bytes"),
                 format!("must fit the limit of {limit} bytes"),
@@ -235,7 +272,9 @@ impl Turn<'_> {
     }
 
     fn abandon(&mut self) {
-        let Some(open) = &self.session.open else { return };
+        let Some(open) = &self.session.open else {
+            return;
+        };
         for &kind in &open.owes {
             for peer in self.core.group.peers() {
                 self.core.group.post(peer, kind, open.call, &[ABANDONED]);
@@ -246,7 +285,9 @@ impl Turn<'_> {
 
     /// Gives memory back and tells the peers that this rank is done with the call.
     fn close(&mut self) {
-        let Some(open) = self.session.open.take() else { return };
+        let Some(open) = self.session.open.take() else {
+            return;
+        };
         if self.core.group.check_abort().is_err() {
             // Peers may still be writing or reading; the blocks go with the region.
             return;
@@ -278,12 +319,19 @@ unsafe impl Sync for CpuLoan {}
 impl CpuLoan {
     pub(super) fn new(core: Arc<Core>, block: Block) -> Self {
         let base = core.at(&block);
-        Self { core, block: Some(block), base, last_read: AtomicU64::new(0) }
+        Self {
+            core,
+            block: Some(block),
+            base,
+            last_read: AtomicU64::new(0),
+        }
     }
 
     /// Offset in the region, if the loan is `core`'s.
     pub(super) fn offset_in(&self, core: &Core) -> Option<u64> {
-        std::ptr::eq(&*self.core, core).then(|| self.block.as_ref().map(Block::offset)).flatten()
+        std::ptr::eq(&*self.core, core)
+            .then(|| self.block.as_ref().map(Block::offset))
+            .flatten()
     }
 
     /// Notes that peers read it in `call`.
@@ -303,7 +351,10 @@ impl LoanMemory for CpuLoan {
             return Ok(());
         }
         self.core.group.check_abort()?;
-        let at = At { operation: Operation::Combine, stage: Stage::LoanReaders };
+        let at = At {
+            operation: Operation::Combine,
+            stage: Stage::LoanReaders,
+        };
         self.core.group.wait_finished(at, call, self.core.absent)
     }
 
@@ -314,7 +365,9 @@ impl LoanMemory for CpuLoan {
 
 impl Drop for CpuLoan {
     fn drop(&mut self) {
-        let Some(block) = self.block.take() else { return };
+        let Some(block) = self.block.take() else {
+            return;
+        };
         let mut heap = self.core.heap();
         match *self.last_read.get_mut() {
             0 => heap.free(block),

@@ -3,12 +3,13 @@
 use std::{sync::Arc, time::Instant};
 
 use super::{
-    announce::{ACCEPTED, Announcement, NO_MEMORY, Terms, gather, note_reject},
+    announce::{ACCEPTED, Announcement, NO_MEMORY, Terms, gather_all, note_reject},
     control::Kind,
+    copy::NextRead,
     core::{Counters, CpuLoan, Member, Turn},
     group::{Absent, At, Stage},
     metadata::{HAS_TOPK, HAS_WEIGHTS, Metadata, MetadataMut, Sections},
-    rows::{Rows, RowsMut, Store, copy_each},
+    rows::{Rows, RowsMut, copy_each},
 };
 use crate::{
     buffer::{
@@ -43,15 +44,24 @@ struct InFlight {
 }
 
 /// Routes the tokens, announces counts and metadata, and stages rows if they are to be pulled.
-pub(super) fn begin(member: &Arc<Member>, input: &DispatchInput<'_>) -> Result<Box<dyn DispatchCall>> {
+pub(super) fn begin(
+    member: &Arc<Member>,
+    input: &DispatchInput<'_>,
+) -> Result<Box<dyn DispatchCall>> {
     let mut turn = member.core.begin(OPERATION)?;
     let prepared = prepare(member, input, &mut turn);
     let (plan, own) = match prepared {
         Ok(prepared) => prepared,
         Err(error) => return Err(turn.reject_for(error)),
     };
-    let mut this =
-        InFlight { member: member.clone(), call: turn.call, plan, own, staged: None, arrived: None };
+    let mut this = InFlight {
+        member: member.clone(),
+        call: turn.call,
+        plan,
+        own,
+        staged: None,
+        arrived: None,
+    };
     if this.own.pushes || member.core.group.ranks() == 1 {
         this.announce(&mut turn);
         return Ok(Box::new(this));
@@ -80,9 +90,11 @@ fn prepare(
             routes.rebuild(&topk.idx, &ExpertMap::new(*num_experts, ranks)?)?;
             (SendPlan::new(routes), Some(topk), &[])
         }
-        InputRoutes::Layout { layout, topk } => {
-            (SendPlan::new(layout.routes.clone()), topk.as_ref(), &layout.tokens_per_expert)
-        }
+        InputRoutes::Layout { layout, topk } => (
+            SendPlan::new(layout.routes.clone()),
+            topk.as_ref(),
+            &layout.tokens_per_expert,
+        ),
         InputRoutes::Handle(handle) => (handle.plan().clone(), None, &[]),
     };
     let tokens_per_expert = match &input.routes {
@@ -99,7 +111,11 @@ fn prepare(
         rows: plan.rows(),
     };
     let sections = Sections::of(&own).ok_or_else(|| {
-        Error::invalid("x", format!("{:?}", input.x), "must have fewer tokens for its choices")
+        Error::invalid(
+            "x",
+            format!("{:?}", input.x),
+            "must have fewer tokens for its choices",
+        )
     })?;
     let block = core.alloc(sections.bytes(), Purpose::Metadata)?;
     own.metadata = block.offset();
@@ -107,7 +123,13 @@ fn prepare(
     // SAFETY: the block was just allocated, so nobody else accesses it.
     let metadata = unsafe { MetadataMut::new(core.at(&block), &sections) };
     turn.hold(block);
-    fill(metadata, &plan.routes, topk, tokens_per_expert, input.scales.as_ref());
+    fill(
+        metadata,
+        &plan.routes,
+        topk,
+        tokens_per_expert,
+        input.scales.as_ref(),
+    );
     Counters::add(&core.counters.metadata, sections.bytes());
     Ok((plan, own))
 }
@@ -184,14 +206,26 @@ impl InFlight {
         // SAFETY: the block was just allocated and holds a row for each token.
         let to = unsafe { RowsMut::new(core.at(&block), row, self.own.tokens, row) };
         let leaves = |token: usize| {
-            self.plan.slots(token).iter().enumerate().any(|(to, &slot)| to != me && slot >= 0)
+            self.plan
+                .slots(token)
+                .iter()
+                .enumerate()
+                .any(|(to, &slot)| to != me && slot >= 0)
         };
-        let store = Store::for_bytes(self.own.tokens * row);
-        let copied = copy_each(&core.workers, input.num_sms, self.own.tokens, row, |token, copier| {
-            if leaves(token) {
-                copier.copy(input.x.row(token), to.row(token), store);
-            }
-        });
+        let store = core
+            .workers
+            .store(row, self.own.tokens * row, NextRead::Soon);
+        let copied = copy_each(
+            &core.workers,
+            input.num_sms,
+            self.own.tokens,
+            row,
+            |token, copier| {
+                if leaves(token) {
+                    copier.copy(input.x.row(token), to.row(token), store);
+                }
+            },
+        );
         Counters::add(&core.counters.rows, copied);
         self.staged = Some(block.offset());
         turn.hold(block);
@@ -213,7 +247,7 @@ impl InFlight {
             return Ok(());
         }
         let group = &self.member.core.group;
-        let announced = gather(group, self.call, &self.own)?;
+        let announced = gather_all(group, self.call, &self.own)?;
         for rank in 0..group.ranks() {
             let rows: u64 = announced.iter().map(|from| from.rows[rank]).sum();
             let worst = announced[rank].worst_rows;
@@ -225,7 +259,10 @@ impl InFlight {
                 );
                 return Err(match rank == group.rank() {
                     true => reject.into(),
-                    false => Error::PeerRejected { rank: Rank(rank), reason: reject },
+                    false => Error::PeerRejected {
+                        rank: Rank(rank),
+                        reason: reject,
+                    },
                 });
             }
         }
@@ -234,10 +271,17 @@ impl InFlight {
         Ok(())
     }
 
-    fn count(&self, announced: &[Announcement], input: &DispatchInput<'_>) -> Result<ReceivedCounts> {
+    fn count(
+        &self,
+        announced: &[Announcement],
+        input: &DispatchInput<'_>,
+    ) -> Result<ReceivedCounts> {
         let group = &self.member.core.group;
         let me = group.rank();
-        let rows_from: Vec<_> = announced.iter().map(|from| from.rows[me] as usize).collect();
+        let rows_from: Vec<_> = announced
+            .iter()
+            .map(|from| from.rows[me] as usize)
+            .collect();
         if let InputRoutes::Handle(handle) = &input.routes
             && handle.rows_from() != rows_from
         {
@@ -263,7 +307,12 @@ impl InFlight {
         }
         let rows = rows_from.iter().sum();
         let output_rows = input.num_worst_tokens.unwrap_or(rows);
-        Ok(ReceivedCounts { rows, output_rows, rows_from, tokens_per_expert })
+        Ok(ReceivedCounts {
+            rows,
+            output_rows,
+            rows_from,
+            tokens_per_expert,
+        })
     }
 
     /// Moves all rows: this rank's to the others and theirs to `to`. `landing` is where `to` is in
@@ -295,7 +344,10 @@ impl InFlight {
 
     /// First row from each source at rank `rank`.
     fn first_rows(announced: &[Announcement], rank: usize) -> Vec<usize> {
-        let mut rows: Vec<_> = announced.iter().map(|from| from.rows[rank] as usize).collect();
+        let mut rows: Vec<_> = announced
+            .iter()
+            .map(|from| from.rows[rank] as usize)
+            .collect();
         exclusive_prefix_sum(&mut rows);
         rows
     }
@@ -307,10 +359,16 @@ impl InFlight {
         let first = Self::first_rows(announced, me)[me];
         let tokens = self.plan.routes.tokens_of_rank(Rank(me));
         let row = self.own.terms.row_bytes;
-        let store = Store::for_bytes(to.bytes());
-        let copied = copy_each(&core.workers, input.num_sms, tokens.len(), row, |i, copier| {
-            copier.copy(input.x.row(tokens[i] as usize), to.row(first + i), store);
-        });
+        let store = core.workers.store(row, to.bytes(), NextRead::Later);
+        let copied = copy_each(
+            &core.workers,
+            input.num_sms,
+            tokens.len(),
+            row,
+            |i, copier| {
+                copier.copy(input.x.row(tokens[i] as usize), to.row(first + i), store);
+            },
+        );
         Counters::add(&core.counters.rows, copied);
     }
 
@@ -330,33 +388,52 @@ impl InFlight {
         let mut pulls = vec![false; group.ranks()];
         let mut failed = Ok(());
         places[group.rank()] =
-            Some(own.from_row(Self::first_rows(announced, group.rank())[group.rank()]));
-        let at = At { operation: OPERATION, stage: Stage::Landing };
+            Some(own.rows_from(Self::first_rows(announced, group.rank())[group.rank()]));
+        let at = At {
+            operation: OPERATION,
+            stage: Stage::Landing,
+        };
         group.wait(at, group.peers().collect(), Absent::Fail, |peer| {
-            let Some(note) = group.look(peer, Kind::Landing, self.call)? else { return Ok(false) };
+            let Some(note) = group.look(peer, Kind::Landing, self.call)? else {
+                return Ok(false);
+            };
             if note.word(0) != ACCEPTED {
                 let reason = note_reject(note.word(0), note.word(1), note.word(2));
-                failed = Err(Error::PeerRejected { rank: Rank(peer), reason });
+                failed = Err(Error::PeerRejected {
+                    rank: Rank(peer),
+                    reason,
+                });
             } else if note.word(1) == 0 {
                 pulls[peer] = true;
             } else {
                 let rows: u64 = announced.iter().map(|from| from.rows[peer]).sum();
-                let base = group.memory(peer).checked(note.word(2), rows * row as u64)?;
+                let base = group
+                    .memory(peer)
+                    .checked(note.word(2), rows * row as u64)?;
                 // SAFETY: the peer offers room for all its rows there, which was checked to exist;
                 // each rank writes only the rows that the counts give it.
                 let all = unsafe { RowsMut::new(base, row, rows as usize, row) };
-                places[peer] = Some(all.from_row(Self::first_rows(announced, peer)[group.rank()]));
+                places[peer] = Some(all.rows_from(Self::first_rows(announced, peer)[group.rank()]));
             }
             Ok(true)
         })?;
         let total: u64 = self.own.rows.iter().sum();
-        let store = Store::for_bytes(total as usize * row);
-        let copied = copy_each(&core.workers, input.num_sms, self.own.tokens, row, |token, copier| {
-            let slots = self.plan.slots(token).iter().zip(&places);
-            let targets = slots.filter(|(slot, _)| **slot >= 0);
-            let targets = targets.filter_map(|(&slot, place)| place.map(|p| p.row(slot as usize)));
-            copier.copy_to_each(input.x.row(token), targets, store);
-        });
+        let store = core
+            .workers
+            .store(row, total as usize * row, NextRead::Later);
+        let copied = copy_each(
+            &core.workers,
+            input.num_sms,
+            self.own.tokens,
+            row,
+            |token, copier| {
+                let slots = self.plan.slots(token).iter().zip(&places);
+                let targets = slots.filter(|(slot, _)| **slot >= 0);
+                let targets =
+                    targets.filter_map(|(&slot, place)| place.map(|p| p.row(slot as usize)));
+                copier.copy_to_each(input.x.row(token), targets, store);
+            },
+        );
         Counters::add(&core.counters.rows, copied);
         if pulls.contains(&true) {
             match self.staging() {
@@ -375,11 +452,17 @@ impl InFlight {
     fn refuse_delivery(&self, turn: &mut Turn<'_>, pulls: &[bool], error: &Error) {
         let group = &self.member.core.group;
         let (requested, limit) = match error {
-            Error::OutOfMemory { requested, limit, .. } => (*requested, *limit),
+            Error::OutOfMemory {
+                requested, limit, ..
+            } => (*requested, *limit),
             _ => (0, 0),
         };
         for peer in group.peers() {
-            let note = if pulls[peer] { [NO_MEMORY, requested, limit] } else { [ACCEPTED, PUSHED, 0] };
+            let note = if pulls[peer] {
+                [NO_MEMORY, requested, limit]
+            } else {
+                [ACCEPTED, PUSHED, 0]
+            };
             group.post(peer, Kind::Delivered, self.call, &note);
         }
         turn.paid(Kind::Delivered);
@@ -387,11 +470,19 @@ impl InFlight {
 
     /// Waits for the peers' rows, and copies those that are staged at their source. Waits for every
     /// peer, so that nobody writes to this rank's memory when the call has ended.
-    fn pull(&self, input: &DispatchInput<'_>, announced: &[Announcement], to: RowsMut) -> Result<()> {
+    fn pull(
+        &self,
+        input: &DispatchInput<'_>,
+        announced: &[Announcement],
+        to: RowsMut,
+    ) -> Result<()> {
         let core = &self.member.core;
         let group = &core.group;
         let firsts = Self::first_rows(announced, group.rank());
-        let at = At { operation: OPERATION, stage: Stage::Rows };
+        let at = At {
+            operation: OPERATION,
+            stage: Stage::Rows,
+        };
         let mut missing: Vec<_> = group.peers().collect();
         let mut failed = Ok(());
         while !missing.is_empty() {
@@ -407,9 +498,12 @@ impl InFlight {
             for (peer, [status, kind, offset]) in arrived {
                 if status != ACCEPTED {
                     let reason = note_reject(status, kind, offset);
-                    failed = Err(Error::PeerRejected { rank: Rank(peer), reason });
+                    failed = Err(Error::PeerRejected {
+                        rank: Rank(peer),
+                        reason,
+                    });
                 } else if kind == STAGED {
-                    let to = to.from_row(firsts[peer]);
+                    let to = to.rows_from(firsts[peer]);
                     failed = failed.and(self.pull_from(peer, offset, input, &announced[peer], to));
                 }
             }
@@ -428,14 +522,23 @@ impl InFlight {
         let core = &self.member.core;
         let row = self.own.terms.row_bytes;
         let tokens = Metadata::of(&core.group, peer, from)?.tokens_for(core.group.rank(), from)?;
-        let base = core.group.memory(peer).checked(offset, (from.tokens * row) as u64)?;
+        let base = core
+            .group
+            .memory(peer)
+            .checked(offset, (from.tokens * row) as u64)?;
         // SAFETY: the peer staged a row for each token there and leaves them alone until this rank
         // has finished the call.
         let rows = unsafe { Rows::new(base, row, from.tokens, row) };
-        let store = Store::for_bytes(to.bytes());
-        let copied = copy_each(&core.workers, input.num_sms, tokens.len(), row, |i, copier| {
-            copier.copy(rows.row(tokens[i] as usize), to.row(i), store);
-        });
+        let store = core.workers.store(row, to.bytes(), NextRead::Later);
+        let copied = copy_each(
+            &core.workers,
+            input.num_sms,
+            tokens.len(),
+            row,
+            |i, copier| {
+                copier.copy(rows.row(tokens[i] as usize), to.row(i), store);
+            },
+        );
         Counters::add(&core.counters.rows, copied);
         Ok(())
     }
@@ -450,7 +553,14 @@ impl InFlight {
             let metadata = Metadata::of(group, rank, from)?;
             for &token in metadata.tokens_for(group.rank(), from)? {
                 src_idx[row] = token as i32;
-                out.receive(row, token as usize, &metadata, from, group.rank(), group.ranks());
+                out.receive(
+                    row,
+                    token as usize,
+                    &metadata,
+                    from,
+                    group.rank(),
+                    group.ranks(),
+                );
                 row += 1;
             }
         }
@@ -499,15 +609,34 @@ impl InFlight {
         let mut out = OwnedMetadata::new(&self.own.terms, rows, input)?;
         let (counts, handle) =
             self.finish_with(turn, input, to, Some(offset), &mut out.as_output())?;
-        let OwnedMetadata { scales, topk_idx, topk_weights } = out;
-        Ok(Dispatched { x: loan, scales, topk_idx, topk_weights, counts, handle })
+        let OwnedMetadata {
+            scales,
+            topk_idx,
+            topk_weights,
+        } = out;
+        Ok(Dispatched {
+            x: loan,
+            scales,
+            topk_idx,
+            topk_weights,
+            counts,
+            handle,
+        })
     }
 
     fn refuse_landing(&self, turn: &mut Turn<'_>, error: &Error) {
-        if let Error::OutOfMemory { requested, limit, .. } = error {
+        if let Error::OutOfMemory {
+            requested, limit, ..
+        } = error
+        {
             let group = &self.member.core.group;
             for peer in group.peers() {
-                group.post(peer, Kind::Landing, self.call, &[NO_MEMORY, *requested, *limit]);
+                group.post(
+                    peer,
+                    Kind::Landing,
+                    self.call,
+                    &[NO_MEMORY, *requested, *limit],
+                );
             }
             turn.paid(Kind::Landing);
         }
@@ -605,7 +734,9 @@ impl<'o> MetadataOutput<'o> {
         if let Some(out) = &mut self.topk_weights {
             let ids = &metadata.topk_idx[token * k..][..k];
             let weights = &metadata.weights[token * k..][..k];
-            write(out, row, k, |j| if local(ids[j]) >= 0 { weights[j] } else { 0.0 });
+            write(out, row, k, |j| {
+                if local(ids[j]) >= 0 { weights[j] } else { 0.0 }
+            });
         }
         if let Some(out) = &mut self.scales {
             let columns = from.terms.scale_columns;
@@ -632,7 +763,12 @@ impl<'o> MetadataOutput<'o> {
 }
 
 /// Fills row `row` of a dense tensor; type and shape were checked when it was accepted.
-fn write<T: crate::Element>(out: &mut TensorMut<'_>, row: usize, n: usize, value: impl Fn(usize) -> T) {
+fn write<T: crate::Element>(
+    out: &mut TensorMut<'_>,
+    row: usize,
+    n: usize,
+    value: impl Fn(usize) -> T,
+) {
     if let Ok(all) = out.as_mut_slice::<T>() {
         for (j, element) in all[row * n..][..n].iter_mut().enumerate() {
             *element = value(j);
@@ -650,7 +786,9 @@ struct OwnedMetadata {
 impl OwnedMetadata {
     fn new(terms: &Terms, rows: usize, input: &DispatchInput<'_>) -> Result<Self> {
         let make = |wanted: Option<DType>, columns: usize| {
-            wanted.map(|dtype| OwnedTensor::zeros(dtype, &[rows, columns])).transpose()
+            wanted
+                .map(|dtype| OwnedTensor::zeros(dtype, &[rows, columns]))
+                .transpose()
         };
         let topk = match &input.routes {
             InputRoutes::TopK { topk, .. } => Some(topk),
@@ -658,9 +796,15 @@ impl OwnedMetadata {
             InputRoutes::Handle(_) => None,
         };
         Ok(Self {
-            scales: make(input.scales.map(|scales| scales.dtype()), terms.scale_columns)?,
+            scales: make(
+                input.scales.map(|scales| scales.dtype()),
+                terms.scale_columns,
+            )?,
             topk_idx: make(topk.map(|topk| topk.idx.dtype()), terms.top_k)?,
-            topk_weights: make(topk.and_then(|topk| topk.weights).map(|_| DType::F32), terms.top_k)?,
+            topk_weights: make(
+                topk.and_then(|topk| topk.weights).map(|_| DType::F32),
+                terms.top_k,
+            )?,
         })
     }
 

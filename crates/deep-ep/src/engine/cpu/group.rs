@@ -57,10 +57,17 @@ impl Stage {
     }
 
     fn from_code(code: u64) -> &'static str {
-        [Self::Reuse, Self::Counts, Self::Landing, Self::Rows, Self::Weights, Self::LoanReaders]
-            .into_iter()
-            .find(|stage| *stage as u64 == code)
-            .map_or("unknown", Self::name)
+        [
+            Self::Reuse,
+            Self::Counts,
+            Self::Landing,
+            Self::Rows,
+            Self::Weights,
+            Self::LoanReaders,
+        ]
+        .into_iter()
+        .find(|stage| *stage as u64 == code)
+        .map_or("unknown", Self::name)
     }
 }
 
@@ -107,20 +114,33 @@ impl Group {
         let gone: Arc<Vec<_>> = Arc::new((0..ranks).map(|_| AtomicBool::new(false)).collect());
         let liveness = {
             let (gone, own) = (gone.clone(), own.clone());
-            communicator.liveness().subscribe(Box::new(move |lost: Rank| {
-                gone[lost.0].store(true, Ordering::Release);
-                // SAFETY: the region lives as long as this closure holds it, and its control area
-                // is only accessed through `Control`.
-                let doorbell = unsafe { Control::new(own.base().as_ptr(), layout) }.doorbell();
-                doorbell.ring(|| drop(futex::wake_all(doorbell.rings)));
-            }))
+            communicator
+                .liveness()
+                .subscribe(Box::new(move |lost: Rank| {
+                    gone[lost.0].store(true, Ordering::Release);
+                    // SAFETY: the region lives as long as this closure holds it, and its control area
+                    // is only accessed through `Control`.
+                    let doorbell = unsafe { Control::new(own.base().as_ptr(), layout) }.doorbell();
+                    doorbell.ring(|| {
+                        futex::wake_all(doorbell.rings);
+                    });
+                }))
         };
         // Where every rank has a core, a message comes within a spin; where ranks share cores,
         // spinning keeps the sender from running.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = if ranks <= cores { 4000 } else { 64 };
         let masks = (0..ranks).map(|_| AtomicBool::new(false)).collect();
-        Self { rank, layout, memories, timeout, spins, gone, masks, _liveness: liveness }
+        Self {
+            rank,
+            layout,
+            memories,
+            timeout,
+            spins,
+            gone,
+            masks,
+            _liveness: liveness,
+        }
     }
 
     pub(super) fn rank(&self) -> usize {
@@ -129,10 +149,6 @@ impl Group {
 
     pub(super) fn ranks(&self) -> usize {
         self.memories.len()
-    }
-
-    pub(super) fn layout(&self) -> Layout {
-        self.layout
     }
 
     /// All other ranks that are not masked.
@@ -161,12 +177,16 @@ impl Group {
 
     fn ring(&self, rank: usize) {
         let doorbell = self.control(rank).doorbell();
-        doorbell.ring(|| drop(futex::wake_all(doorbell.rings)));
+        doorbell.ring(|| {
+            futex::wake_all(doorbell.rings);
+        });
     }
 
     /// Posts a message to one peer.
     pub(super) fn post(&self, to: usize, kind: Kind, call: u64, payload: &[u64]) {
-        self.control(to).mailbox(kind, call, self.rank).post(call, payload);
+        self.control(to)
+            .mailbox(kind, call, self.rank)
+            .post(call, payload);
         self.ring(to);
     }
 
@@ -199,13 +219,18 @@ impl Group {
 
     /// Calls up to this one are finished at every peer that is not masked.
     pub(super) fn finished_by_all(&self) -> u64 {
-        self.peers().map(|peer| self.finished(peer)).min().unwrap_or(u64::MAX)
+        self.peers()
+            .map(|peer| self.finished(peer))
+            .min()
+            .unwrap_or(u64::MAX)
     }
 
     /// Waits until every peer has finished `call`.
     pub(super) fn wait_finished(&self, at: At, call: u64, absent: Absent) -> Result<()> {
-        self.wait(at, self.peers().collect(), absent, |peer| Ok(self.finished(peer) >= call))
-            .map(drop)
+        self.wait(at, self.peers().collect(), absent, |peer| {
+            Ok(self.finished(peer) >= call)
+        })
+        .map(drop)
     }
 
     /// Tells all peers that this rank's buffer is no more.
@@ -219,14 +244,18 @@ impl Group {
     /// The error that ended this group, if one did.
     pub(super) fn check_abort(&self) -> Result<()> {
         let abort = self.control(self.rank).abort();
-        let Some(by) = abort.raised() else { return Ok(()) };
+        let Some(by) = abort.raised() else {
+            return Ok(());
+        };
         let ranks = (0..self.ranks())
             .filter(|rank| abort.word(2 + rank / 64) >> (rank % 64) & 1 == 1)
             .map(Rank)
             .collect();
         Err(Error::Aborted {
             by: Rank(by),
-            operation: Operation::from_code(abort.word(0)).map_or("unknown", Operation::name).into(),
+            operation: Operation::from_code(abort.word(0))
+                .map_or("unknown", Operation::name)
+                .into(),
             stage: Stage::from_code(abort.word(1)).into(),
             ranks,
         })
@@ -348,7 +377,11 @@ impl Group {
         timed_out: Option<Duration>,
     ) -> Result<()> {
         if absent == Absent::Mask {
-            tracing::warn!(operation = at.operation.name(), ?missing, "masking absent ranks");
+            tracing::warn!(
+                operation = at.operation.name(),
+                ?missing,
+                "masking absent ranks"
+            );
             missing.iter().for_each(|&rank| self.set_mask(rank, true));
             return Ok(());
         }
@@ -356,8 +389,17 @@ impl Group {
         let (operation, stage) = (at.operation.name().into(), at.stage.name().into());
         let ranks = missing.iter().copied().map(Rank).collect();
         Err(match timed_out {
-            Some(waited) => Error::Timeout { operation, stage, ranks, waited },
-            None => Error::PeerLost { operation, stage, ranks },
+            Some(waited) => Error::Timeout {
+                operation,
+                stage,
+                ranks,
+                waited,
+            },
+            None => Error::PeerLost {
+                operation,
+                stage,
+                ranks,
+            },
         })
     }
 }

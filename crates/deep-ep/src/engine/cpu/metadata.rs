@@ -32,30 +32,56 @@ impl Sections {
     /// Those of a sender that announces `from`; `None` when its numbers are absurd.
     pub(super) fn of(from: &Announcement) -> Option<Self> {
         let terms = &from.terms;
-        let lists = from.rows.iter().try_fold(0usize, |sum, &rows| sum.checked_add(rows as usize))?;
+        let lists = from
+            .rows
+            .iter()
+            .try_fold(0usize, |sum, &rows| sum.checked_add(rows as usize))?;
         let choices = from.tokens.checked_mul(terms.top_k)?;
         let this = Self {
             lists,
             experts: terms.num_experts,
-            topk_idx: if terms.format & HAS_TOPK != 0 { choices } else { 0 },
-            weights: if terms.format & HAS_WEIGHTS != 0 { choices } else { 0 },
+            topk_idx: if terms.format & HAS_TOPK != 0 {
+                choices
+            } else {
+                0
+            },
+            weights: if terms.format & HAS_WEIGHTS != 0 {
+                choices
+            } else {
+                0
+            },
             scales: from.tokens.checked_mul(terms.scale_columns)?,
         };
-        let total = this.sizes().iter().try_fold(0usize, |sum, &n| sum.checked_add(n))?;
+        let total = this
+            .sizes()
+            .iter()
+            .try_fold(0usize, |sum, &n| sum.checked_add(n))?;
         (total < isize::MAX as usize / 8).then_some(this)
     }
 
     fn sizes(&self) -> [usize; 5] {
-        [self.lists, self.experts, self.topk_idx, self.weights, self.scales]
+        [
+            self.lists,
+            self.experts,
+            self.topk_idx,
+            self.weights,
+            self.scales,
+        ]
     }
 
     /// Bytes of the block.
     pub(super) fn bytes(&self) -> usize {
-        self.sizes().iter().map(|n| (n * 4).next_multiple_of(64)).sum()
+        self.sizes()
+            .iter()
+            .map(|n| (n * 4).next_multiple_of(64))
+            .sum()
     }
 
     fn offset(&self, section: usize) -> usize {
-        self.sizes()[..section].iter().map(|n| (n * 4).next_multiple_of(64)).sum()
+        self.sizes()[..section]
+            .iter()
+            .map(|n| (n * 4).next_multiple_of(64))
+            .sum()
     }
 }
 
@@ -90,10 +116,14 @@ impl<'a> Metadata<'a> {
             )
         };
         let sections = Sections::of(announced).ok_or_else(broken)?;
-        if announced.metadata_len as usize != sections.bytes() || announced.metadata % 64 != 0 {
+        if announced.metadata_len as usize != sections.bytes()
+            || !announced.metadata.is_multiple_of(64)
+        {
             return Err(broken());
         }
-        let base = group.memory(from).checked(announced.metadata, announced.metadata_len)?;
+        let base = group
+            .memory(from)
+            .checked(announced.metadata, announced.metadata_len)?;
         // SAFETY: the owner wrote the block before it announced it and does not touch it until
         // every rank has finished the call; the range was checked and stays mapped for 'a; the
         // sections are aligned and disjoint, and any bits are valid for their types.
@@ -112,7 +142,10 @@ impl<'a> Metadata<'a> {
     pub(super) fn tokens_for(&self, to: usize, announced: &Announcement) -> Result<&'a [u32]> {
         let start: usize = announced.rows[..to].iter().map(|&rows| rows as usize).sum();
         let list = &self.lists[start..start + announced.rows[to] as usize];
-        match list.iter().find(|&&token| token as usize >= announced.tokens) {
+        match list
+            .iter()
+            .find(|&&token| token as usize >= announced.tokens)
+        {
             None => Ok(list),
             Some(token) => Err(Error::invalid(
                 "source token of a received row",

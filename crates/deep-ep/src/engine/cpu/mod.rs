@@ -90,8 +90,8 @@ use crate::{
     },
     dtype::DType,
     engine::{
-        CombineCall, DispatchCall, Engine, LoanMemory, LowLatencyCombineCall, LowLatencyDispatchCall,
-        Operation,
+        CombineCall, DispatchCall, Engine, LoanMemory, LowLatencyCombineCall,
+        LowLatencyDispatchCall, Operation,
     },
     error::{Error, Reject, Result},
     memory::{
@@ -115,12 +115,18 @@ impl CpuEngine {
         communicator.check_agreement(&agreement(config))?;
         let ranks = communicator.size();
         let layout = Layout::new(ranks);
-        let area = config.low_latency.map(|low_latency| Area::new(layout.bytes(), ranks, &low_latency));
+        let area = config
+            .low_latency
+            .map(|low_latency| Area::new(layout.bytes(), ranks, &low_latency));
         let area = area.transpose()?;
         let fixed = layout.bytes() + area.as_ref().map_or(0, Area::bytes);
         let made = Self::region(communicator, config, fixed);
         // A rank without memory tells the others, which would otherwise wait for it.
-        let outcome = made.as_ref().err().map(Error::to_string).unwrap_or_default();
+        let outcome = made
+            .as_ref()
+            .err()
+            .map(Error::to_string)
+            .unwrap_or_default();
         let outcomes = communicator.all_gather(outcome.as_bytes())?;
         let region = made?;
         if let Some(rank) = outcomes.iter().position(|outcome| !outcome.is_empty()) {
@@ -137,17 +143,35 @@ impl CpuEngine {
         let group = Group::new(communicator, &region, windows, config.timeout);
         let heap = Heap::new(fixed as u64, region.committed(), region.reserve());
         let workers = Workers::new(config.num_sms, ranks)?;
-        let absent = if config.enable_shrink { Absent::Mask } else { Absent::Fail };
+        let absent = if config.enable_shrink {
+            Absent::Mask
+        } else {
+            Absent::Fail
+        };
         let mut named = vec![("control words", layout.bytes() as u64)];
-        named.extend(area.as_ref().map(|area| ("low-latency landing", area.bytes() as u64)));
+        named.extend(
+            area.as_ref()
+                .map(|area| ("low-latency landing", area.bytes() as u64)),
+        );
         let core = Arc::new(Core::new(group, region, heap, workers, area, absent));
         // Nobody posts into a region before everybody has mapped it.
         communicator.barrier()?;
-        Ok(Self { member: Arc::new(Member { core }), fixed: named })
+        Ok(Self {
+            member: Arc::new(Member { core }),
+            fixed: named,
+        })
     }
 
-    fn region(communicator: &Communicator, config: &BufferConfig, fixed: usize) -> Result<Arc<Region>> {
-        let backing = if communicator.in_process() { Backing::Anonymous } else { Backing::Memfd };
+    fn region(
+        communicator: &Communicator,
+        config: &BufferConfig,
+        fixed: usize,
+    ) -> Result<Arc<Region>> {
+        let backing = if communicator.in_process() {
+            Backing::Anonymous
+        } else {
+            Backing::Memfd
+        };
         let start = (fixed + config.scale_up_bytes) as u64;
         let reserve = match config.max_bytes {
             Some(max) => (max as u64).max(fixed as u64),
@@ -168,8 +192,13 @@ impl CpuEngine {
             return Ok(regions.into_iter().map(Window::Local).collect());
         }
         let domain: Vec<_> = (0..communicator.size()).map(Rank).collect();
-        Exchange { rank: communicator.rank(), domain: &domain, region, timeout: config.timeout }
-            .run(&|mine| communicator.all_gather(mine))
+        Exchange {
+            rank: communicator.rank(),
+            domain: &domain,
+            region,
+            timeout: config.timeout,
+        }
+        .run(&|mine| communicator.all_gather(mine))
     }
 
     fn core(&self) -> &Core {
@@ -246,12 +275,22 @@ impl Engine for CpuEngine {
     fn loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan> {
         let core = &self.member.core;
         core.group.check_abort()?;
-        let bytes = shape.iter().try_fold(dtype.size(), |bytes, &n| bytes.checked_mul(n));
+        let bytes = shape
+            .iter()
+            .try_fold(dtype.size(), |bytes, &n| bytes.checked_mul(n));
         let bytes = bytes.ok_or_else(|| {
-            Error::invalid("shape", format!("{shape:?}"), "must span fewer than 2^63 bytes")
+            Error::invalid(
+                "shape",
+                format!("{shape:?}"),
+                "must span fewer than 2^63 bytes",
+            )
         })?;
         let block = core.alloc(bytes, Purpose::CombineLoan)?;
-        Ok(Loan::new(Box::new(CpuLoan::new(core.clone(), block)), dtype, shape))
+        Ok(Loan::new(
+            Box::new(CpuLoan::new(core.clone(), block)),
+            dtype,
+            shape,
+        ))
     }
 
     /// The sums that leave are formed here from the experts' rows, so rows need not be in symmetric
@@ -261,7 +300,11 @@ impl Engine for CpuEngine {
         let rows = self.core().group.ranks() * handle.max_tokens_per_rank();
         let shape = [local, rows, hidden];
         let tensor = OwnedTensor::zeros(DType::Bf16, &shape)?;
-        Ok(Loan::new(Box::new(PrivateLoan(tensor)), DType::Bf16, &shape))
+        Ok(Loan::new(
+            Box::new(PrivateLoan(tensor)),
+            DType::Bf16,
+            &shape,
+        ))
     }
 
     fn reserve(&self, bytes: usize) -> Result<()> {
@@ -270,7 +313,9 @@ impl Engine for CpuEngine {
 
     fn masks(&self) -> Vec<bool> {
         let group = &self.core().group;
-        (0..group.ranks()).map(|rank| group.is_masked(rank)).collect()
+        (0..group.ranks())
+            .map(|rank| group.is_masked(rank))
+            .collect()
     }
 
     fn set_mask(&self, rank: Rank, masked: bool) {

@@ -2,9 +2,8 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-pub(super) use super::copy::Store;
 use super::{
-    copy::{self, store_fence},
+    copy::{self, Store, store_fence},
     workers::Workers,
 };
 use crate::tensor::{Tensor, TensorMut};
@@ -42,20 +41,35 @@ impl Rows {
     /// # Safety
     /// They are readable and nobody writes them while this or a copy of it is used.
     pub(super) unsafe fn new(base: *const u8, stride: usize, rows: usize, len: usize) -> Self {
-        Self { base, stride, rows, len }
+        Self {
+            base,
+            stride,
+            rows,
+            len,
+        }
     }
 
     /// The rows of a host tensor whose rows are dense. To be used while the tensor's borrow lasts.
     pub(super) fn of(tensor: &Tensor<'_>) -> Self {
         let stride = tensor.strides()[0] * tensor.dtype().size();
-        Self { base: tensor.as_ptr(), stride, rows: tensor.shape()[0], len: tensor.row_bytes() }
+        Self {
+            base: tensor.as_ptr(),
+            stride,
+            rows: tensor.shape()[0],
+            len: tensor.row_bytes(),
+        }
     }
 
     /// No rows.
-    pub(super) const EMPTY: Self = Self { base: std::ptr::null(), stride: 0, rows: 0, len: 0 };
+    pub(super) const EMPTY: Self = Self {
+        base: std::ptr::null(),
+        stride: 0,
+        rows: 0,
+        len: 0,
+    };
 
     /// The rows from `first` on.
-    pub(super) fn from_row(&self, first: usize) -> Self {
+    pub(super) fn rows_from(&self, first: usize) -> Self {
         assert!(first <= self.rows);
         Self {
             base: self.base.wrapping_add(first * self.stride),
@@ -85,7 +99,12 @@ impl RowsMut {
     /// They are writable, nobody reads them, and no other rank or thread writes a row that is
     /// written through this, while this or a copy of it is used.
     pub(super) unsafe fn new(base: *mut u8, stride: usize, rows: usize, len: usize) -> Self {
-        Self { base, stride, rows, len }
+        Self {
+            base,
+            stride,
+            rows,
+            len,
+        }
     }
 
     /// The rows of a host tensor whose rows are dense. To be used while the tensor's borrow lasts.
@@ -99,7 +118,7 @@ impl RowsMut {
     }
 
     /// The rows from `first` on.
-    pub(super) fn from_row(&self, first: usize) -> Self {
+    pub(super) fn rows_from(&self, first: usize) -> Self {
         assert!(first <= self.rows);
         Self {
             base: self.base.wrapping_add(first * self.stride),
@@ -115,7 +134,10 @@ impl RowsMut {
 
     pub(super) fn row(&self, i: usize) -> RowMut {
         assert!(i < self.rows, "row {i} of {}", self.rows);
-        RowMut { data: self.base.wrapping_add(i * self.stride), len: self.len }
+        RowMut {
+            data: self.base.wrapping_add(i * self.stride),
+            len: self.len,
+        }
     }
 }
 

@@ -173,7 +173,10 @@ impl<W: Word> Abort<'_, W> {
 
     /// The rank that gave up, if one did.
     pub(super) fn raised(&self) -> Option<usize> {
-        self.state.load(Acquire).checked_sub(2).map(|rank| rank as usize)
+        self.state
+            .load(Acquire)
+            .checked_sub(2)
+            .map(|rank| rank as usize)
     }
 
     /// Word `i` of the reason.
@@ -243,7 +246,10 @@ mod models {
 
         fn mailbox(&self, call: u64) -> Mailbox<'_, AtomicU64> {
             let half = (call % 2) as usize;
-            Mailbox { call: &self.call[half], payload: &self.payload[half] }
+            Mailbox {
+                call: &self.call[half],
+                payload: &self.payload[half],
+            }
         }
     }
 
@@ -316,7 +322,10 @@ mod models {
                 AtomicU64::new(0),
                 AtomicU32::new(0),
                 AtomicU32::new(0),
-                Futex { lock: Mutex::new(()), wake: Condvar::new() },
+                Futex {
+                    lock: Mutex::new(()),
+                    wake: Condvar::new(),
+                },
             ));
             let poster = {
                 let shared = shared.clone();
@@ -364,7 +373,10 @@ mod models {
             let (state, payload) = &*shared;
             let abort = Abort { state, payload };
             if let Some(rank) = abort.raised() {
-                assert_eq!([abort.word(0), abort.word(1)], [rank as u64 + 10, rank as u64 + 20]);
+                assert_eq!(
+                    [abort.word(0), abort.word(1)],
+                    [rank as u64 + 10, rank as u64 + 20]
+                );
             }
             for raiser in raisers {
                 raiser.join().unwrap();

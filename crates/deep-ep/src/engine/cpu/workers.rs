@@ -2,12 +2,18 @@
 
 use std::ops::Range;
 
-use crate::error::{Error, Result};
+use super::copy::{NextRead, Store};
+use crate::{
+    error::{Error, Result},
+    memory::system::second_level_cache,
+};
 
 /// At most `num_sms` threads, the calling one when that is enough.
 pub(super) struct Workers {
     pool: Option<rayon::ThreadPool>,
     threads: usize,
+    /// Bytes of second-level cache of a core.
+    cache: u64,
 }
 
 impl Workers {
@@ -21,10 +27,22 @@ impl Workers {
                     .num_threads(threads)
                     .thread_name(|i| format!("deep-ep-{i}"))
                     .build()
-                    .map_err(|error| Error::io("starting worker threads", std::io::Error::other(error)))
+                    .map_err(|error| {
+                        Error::io("starting worker threads", std::io::Error::other(error))
+                    })
             })
             .transpose()?;
-        Ok(Self { pool, threads })
+        Ok(Self {
+            pool,
+            threads,
+            cache: second_level_cache(),
+        })
+    }
+
+    /// How to store `bytes` of rows of `row_bytes` in one call.
+    pub(super) fn store(&self, row_bytes: usize, bytes: usize, next_read: NextRead) -> Store {
+        let thread_bytes = (bytes / self.threads) as u64;
+        Store::for_rows(row_bytes, thread_bytes, next_read, self.cache)
     }
 
     /// Calls `work` for ranges that cover `0..items`, on up to `limit` threads. Ranges are not
@@ -68,7 +86,9 @@ mod tests {
         for items in [0, 1, 7, 1000] {
             let seen: Vec<_> = (0..items).map(|_| AtomicU32::new(0)).collect();
             workers.run(items, 3, None, |range| {
-                range.for_each(|i| drop(seen[i].fetch_add(1, Ordering::Relaxed)));
+                range.for_each(|i| {
+                    seen[i].fetch_add(1, Ordering::Relaxed);
+                });
             });
             assert!(seen.iter().all(|count| count.load(Ordering::Relaxed) == 1));
         }

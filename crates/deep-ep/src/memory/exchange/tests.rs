@@ -1,4 +1,6 @@
 use std::{
+    cell::RefCell,
+    io::{BufRead, BufReader, Write},
     os::{
         fd::AsFd,
         linux::net::SocketAddrExt,
@@ -7,7 +9,7 @@ use std::{
             process::CommandExt,
         },
     },
-    process::Command,
+    process::{Command, Stdio},
     sync::{Barrier, Mutex},
     thread,
 };
@@ -373,4 +375,89 @@ fn another_user_is_turned_away_on_both_sides() {
         Err(error) => panic!("{error}"),
     }
     assert!(socket::accept_from(&listener).unwrap().is_none());
+}
+
+const CHILD: &str = "DEEP_EP_TEST_EXCHANGE";
+
+fn to_hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Vec<u8> {
+    let digits = text.trim();
+    (0..digits.len() / 2)
+        .map(|at| u8::from_str_radix(&digits[2 * at..2 * at + 2], 16).unwrap())
+        .collect()
+}
+
+fn exchange_of_two(
+    rank: usize,
+    region: &Arc<Region>,
+    all_gather: AllGather<'_>,
+) -> Result<Vec<Window>> {
+    let domain = [Rank(0), Rank(1)];
+    let exchange = Exchange {
+        rank: Rank(rank),
+        domain: &domain,
+        region,
+        timeout: LONG,
+    };
+    exchange.run(all_gather)
+}
+
+#[test]
+fn child_exchanges_and_waits() {
+    if std::env::var(CHILD).is_err() {
+        return;
+    }
+    // A test that fails leaves no process behind.
+    let kill = Some(rustix::process::Signal::KILL);
+    rustix::process::set_parent_process_death_signal(kill).unwrap();
+    let windows = exchange_of_two(1, &region(), &|own| {
+        println!("card {}", to_hex(own));
+        let mut other = String::new();
+        std::io::stdin().read_line(&mut other).unwrap();
+        Ok(vec![from_hex(&other), own.to_vec()])
+    })
+    .unwrap();
+    store(windows[0].checked(5, 1).unwrap(), 55);
+    store(windows[1].checked(6, 1).unwrap(), 66);
+    println!("stored");
+    loop {
+        thread::park();
+    }
+}
+
+#[test]
+fn processes_share_memory_which_outlives_a_killed_one() {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "--nocapture"])
+        .arg("memory::exchange::tests::child_exchanges_and_waits")
+        .env(CHILD, "1")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let input = RefCell::new(child.stdin.take().unwrap());
+    let lines = RefCell::new(BufReader::new(child.stdout.take().unwrap()).lines());
+    let said = |word: &str| {
+        let mut lines = lines.borrow_mut();
+        lines
+            .find_map(|line| Some(line.unwrap().split_once(word)?.1.to_owned()))
+            .unwrap()
+    };
+    let own = region();
+    let windows = exchange_of_two(0, &own, &|message| {
+        writeln!(input.borrow_mut(), "{}", to_hex(message)).unwrap();
+        Ok(vec![message.to_vec(), from_hex(&said("card "))])
+    })
+    .unwrap();
+    said("stored");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(load(own.ptr(5, 1).unwrap()), 55);
+    let peer = windows[1].checked(6, 1).unwrap();
+    assert_eq!(load(peer), 66);
+    store(peer, 67);
+    assert_eq!(load(peer), 67);
 }

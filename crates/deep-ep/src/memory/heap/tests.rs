@@ -76,7 +76,7 @@ fn what_cannot_fit_is_an_error_and_changes_nothing() {
 #[test]
 fn quarantine_ends_with_the_call() {
     let mut heap = Heap::new(0, 16384, 16384);
-    let mut take = |heap: &mut Heap| heap.alloc(8192, Purpose::CombineStaging, &mut no_growth);
+    let take = |heap: &mut Heap| heap.alloc(8192, Purpose::CombineStaging, &mut no_growth);
     let (first, second) = (take(&mut heap).unwrap(), take(&mut heap).unwrap());
     heap.free_after(second, 8);
     heap.free_after(first, 7);

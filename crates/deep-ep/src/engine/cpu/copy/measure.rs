@@ -78,7 +78,9 @@ fn copy_share(
     let first = thread * rows;
     let order = (first..first + rows).map(|i| (i * row, i * row));
     // SAFETY: rows of this thread's own share, inside both ranges.
-    unsafe { copy_rows(dst.0, src.0, row, order, store, &CopyStats::default()) };
+    for (to, from) in order {
+        unsafe { copy(dst.0.add(to), src.0.add(from), row, store) };
+    }
     store_fence();
 }
 
@@ -110,7 +112,7 @@ fn cached_against_streaming() {
     println!("GB/s copied; 'and read' adds another thread reading what was copied");
     println!("row    total threads | cached streaming | and read: cached streaming");
     for row in [14336, 4096, 272] {
-        for total in [MIB, 16 * MIB, 256 * MIB] {
+        for total in [1, 4, 16, 64, 256].map(|mib| mib * MIB) {
             for threads in [1, 2] {
                 let copy = |store| {
                     let time = median(threads, &|thread, _| {
@@ -145,60 +147,6 @@ fn cached_against_streaming() {
                 );
             }
         }
-    }
-}
-
-#[test]
-#[ignore = "prints timings"]
-fn many_destinations() {
-    let total = 64 * MIB;
-    let source = committed(Backing::Anonymous, total);
-    let places: Vec<_> = (0..4)
-        .map(|_| committed(Backing::Anonymous, total))
-        .collect();
-    println!(
-        "destinations | GB/s stored: a copy each, streaming | copy_to_many, cached | streaming"
-    );
-    for count in [1, 2, 4] {
-        let row = 14336;
-        let each = |at: usize, store, many| {
-            let dsts: Vec<_> = places[..count]
-                .iter()
-                .map(|place| base(place).0.wrapping_add(at))
-                .collect();
-            let src = base(&source).0.wrapping_add(at);
-            // SAFETY: one row inside every region.
-            unsafe {
-                if many {
-                    copy_to_many(&dsts, src, row, store);
-                }
-            }
-            dsts
-        };
-        let rows = total / row;
-        let separate = median(1, &|_, _| {
-            for place in &places[..count] {
-                copy_share(
-                    (base(place), base(&source)),
-                    (row, total),
-                    (0, 1),
-                    Store::Streaming,
-                );
-            }
-        });
-        let together = |store| {
-            let time = median(1, &|_, _| {
-                (0..rows).for_each(|i| drop(each(i * row, store, true)));
-                store_fence();
-            });
-            gbps(total * count, time)
-        };
-        println!(
-            "{count} | {:6.1} | {:6.1} | {:6.1}",
-            gbps(total * count, separate),
-            together(Store::Cached),
-            together(Store::Streaming)
-        );
     }
 }
 

@@ -8,6 +8,19 @@ use std::{arch::x86_64::*, ptr};
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
+/// How far ahead of the loads the source is prefetched, in bytes. The processor's own prefetching
+/// stops at the end of each 4 KiB page. Measured beside no prefetching, 14 KiB rows: 1.17 times as
+/// fast for 4 MiB, 1.09 for 16, 1.06 for 64, no gain for 256.
+const AHEAD: usize = 512;
+
+/// Asks for the source's line [`AHEAD`] of `src`, which may lie behind its end: prefetching never
+/// faults.
+#[inline]
+fn prefetch(src: *const u8) {
+    // SAFETY: a prefetch accesses nothing, and SSE is part of x86-64.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(src.wrapping_add(AHEAD).cast()) };
+}
+
 /// The widest non-temporal store that is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Isa {
@@ -75,9 +88,9 @@ pub(super) unsafe fn copy(isa: Isa, dst: *mut u8, src: *const u8, len: usize) {
 /// `src` is readable and `dst`, a multiple of 64, writable for `lines` cache lines; AVX-512F.
 #[target_feature(enable = "avx512f")]
 unsafe fn lines_avx512(mut dst: *mut u8, mut src: *const u8, lines: usize) {
-    // SAFETY (all blocks): each step reads and writes lines that are left, of the caller's ranges.
     for _ in 0..lines / 4 {
-        // SAFETY: as above.
+        (0..4).for_each(|line| prefetch(src.wrapping_add(line * LINE)));
+        // SAFETY: four more lines of the caller's ranges.
         unsafe {
             let a = _mm512_loadu_si512(src.cast());
             let b = _mm512_loadu_si512(src.add(LINE).cast());
@@ -91,7 +104,7 @@ unsafe fn lines_avx512(mut dst: *mut u8, mut src: *const u8, lines: usize) {
         }
     }
     for _ in 0..lines % 4 {
-        // SAFETY: as above.
+        // SAFETY: one more line of the caller's ranges.
         unsafe {
             _mm512_stream_si512(dst.cast(), _mm512_loadu_si512(src.cast()));
             (dst, src) = (dst.add(LINE), src.add(LINE));
@@ -105,6 +118,7 @@ unsafe fn lines_avx512(mut dst: *mut u8, mut src: *const u8, lines: usize) {
 #[target_feature(enable = "avx")]
 unsafe fn lines_avx(mut dst: *mut u8, mut src: *const u8, lines: usize) {
     for _ in 0..lines {
+        prefetch(src);
         // SAFETY: one more line of the caller's ranges.
         unsafe {
             let a = _mm256_loadu_si256(src.cast());
@@ -121,6 +135,7 @@ unsafe fn lines_avx(mut dst: *mut u8, mut src: *const u8, lines: usize) {
 /// `src` is readable and `dst`, a multiple of 64, writable for `lines` cache lines.
 unsafe fn lines_sse2(mut dst: *mut u8, mut src: *const u8, lines: usize) {
     for _ in 0..lines {
+        prefetch(src);
         // SAFETY: one more line of the caller's ranges.
         unsafe {
             let a = _mm_loadu_si128(src.cast());

@@ -1,5 +1,3 @@
-use proptest::prelude::*;
-
 use super::*;
 
 const GUARD: u8 = 0xee;
@@ -67,69 +65,12 @@ fn every_instruction_set_copies_the_same() {
 }
 
 #[test]
-fn slices_and_rows_are_counted_by_kind() {
-    let stats = CopyStats::default();
-    let source = pattern(4000);
-    let mut dst = vec![0; 4000];
-    copy_slice(&mut dst, &source, Store::Streaming, &stats);
-    assert_eq!(dst, source);
-    dst.fill(0);
-    let rows = (0..40).map(|row| (row * 100, (39 - row) * 100));
-    // SAFETY: 40 rows of 100 bytes inside both vectors.
-    unsafe {
-        copy_rows(
-            dst.as_mut_ptr(),
-            source.as_ptr(),
-            100,
-            rows,
-            Store::Cached,
-            &stats,
-        );
-        let mut index = [0u8; 8];
-        copy_metadata(index.as_mut_ptr(), source.as_ptr(), 8, &stats);
-    }
-    for row in 0..40 {
-        assert_eq!(dst[row * 100..][..100], source[(39 - row) * 100..][..100]);
-    }
-    assert_eq!(stats.rows_bytes.into_inner(), 8000);
-    assert_eq!(stats.metadata_bytes.into_inner(), 8);
-}
-
-#[test]
-#[should_panic(expected = "differ in length")]
-fn slices_of_different_lengths_are_a_mistake() {
-    copy_slice(&mut [0; 4], &[0; 5], Store::Cached, &CopyStats::default());
-}
-
-#[test]
 fn short_rows_and_small_calls_are_not_streamed() {
-    assert_eq!(Store::for_rows(272, 1 << 30, 1 << 20), Store::Cached);
-    assert_eq!(Store::for_rows(14336, 1 << 19, 1 << 20), Store::Cached);
-    assert_eq!(Store::for_rows(14336, 1 << 30, 1 << 20), Store::Streaming);
-}
-
-proptest! {
-    #[test]
-    fn one_source_reaches_many_places(
-        len in 0usize..50_000,
-        offsets in prop::collection::vec(0usize..64, 0..9),
-        streaming in any::<bool>(),
-    ) {
-        let store = if streaming { Store::Streaming } else { Store::Cached };
-        let source = pattern(len);
-        let mut places: Vec<_> = offsets.iter().map(|_| vec![GUARD; len + 128]).collect();
-        let dsts: Vec<_> = places
-            .iter_mut()
-            .zip(&offsets)
-            .map(|(place, &offset)| place[offset..].as_mut_ptr())
-            .collect();
-        // SAFETY: every place has `len` bytes behind its offset.
-        unsafe { copy_to_many(&dsts, source.as_ptr(), len, store) };
-        store_fence();
-        for (place, &offset) in places.iter().zip(&offsets) {
-            prop_assert_eq!(&place[offset..][..len], &source[..]);
-            let (before, after) = (&place[..offset], &place[offset + len..]);
-            prop_assert!(before.iter().chain(after).all(|&byte| byte == GUARD));
-        }
-    }
+    let l2 = 2 << 20;
+    let store = |row, bytes, next| Store::for_rows(row, bytes, next, l2);
+    assert_eq!(store(272, 1 << 30, NextRead::Later), Store::Cached);
+    assert_eq!(store(14336, 1 << 20, NextRead::Later), Store::Cached);
+    assert_eq!(store(14336, 4 << 20, NextRead::Later), Store::Streaming);
+    assert_eq!(store(14336, 16 << 20, NextRead::Soon), Store::Cached);
+    assert_eq!(store(14336, 64 << 20, NextRead::Soon), Store::Streaming);
 }

@@ -21,9 +21,9 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Dispatch a file's tokens to their experts and combine the results, measured and verified
-    Run(RunArgs),
+    Run(Box<RunArgs>),
     /// The same with generated tokens; lists of values make a sweep
-    Bench(BenchArgs),
+    Bench(Box<BenchArgs>),
     /// What this machine has, what would be used, and what to do about what is missing
     Doctor(DoctorArgs),
     /// One rank of a job; started by `run` and `bench`
@@ -89,7 +89,12 @@ pub(crate) struct RunArgs {
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     /// Tokens of each rank
-    #[arg(long, value_delimiter = ',', default_value = "4096", value_name = "T,..")]
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "4096",
+        value_name = "T,.."
+    )]
     pub(crate) tokens: Vec<usize>,
     /// Hidden size
     #[arg(long, value_delimiter = ',', default_value = "7168", value_name = "H,..", value_parser = positive)]
@@ -104,7 +109,12 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_delimiter = ',', default_value = "2", value_name = "R,..", value_parser = positive)]
     pub(crate) ranks: Vec<usize>,
     /// Families of calls
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "high-throughput")]
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        default_value = "high-throughput"
+    )]
     pub(crate) mode: Vec<Mode>,
     /// How dispatched rows travel
     #[arg(long, value_enum, value_delimiter = ',', default_value = "bf16")]
@@ -146,14 +156,22 @@ impl RunArgs {
         Options {
             verify: true,
             keep_combined: self.output.is_some(),
-            ..self.common.options(self.ranks, self.mode, self.dtype, self.outputs)
+            ..self
+                .common
+                .options(self.ranks, self.mode, self.dtype, self.outputs)
         }
     }
 }
 
 impl CommonArgs {
     /// A job that is verified and keeps nothing.
-    pub(crate) fn options(&self, ranks: usize, mode: Mode, dtype: RowType, outputs: Outputs) -> Options {
+    pub(crate) fn options(
+        &self,
+        ranks: usize,
+        mode: Mode,
+        dtype: RowType,
+        outputs: Outputs,
+    ) -> Options {
         Options {
             ranks,
             mode,
@@ -172,7 +190,12 @@ impl CommonArgs {
 
 /// Whether a job of these sizes can be done with these options, before ranks are started.
 pub(crate) fn check(sizes: &Sizes, options: &Options) -> Result<()> {
-    let Sizes { hidden, top_k, experts, .. } = *sizes;
+    let Sizes {
+        hidden,
+        top_k,
+        experts,
+        ..
+    } = *sizes;
     ensure!(
         experts % options.ranks == 0,
         "{experts} experts cannot be split evenly over {} ranks: --ranks must divide {experts}",
@@ -191,7 +214,10 @@ pub(crate) fn check(sizes: &Sizes, options: &Options) -> Result<()> {
 }
 
 fn positive(text: &str) -> Result<usize, String> {
-    text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "it must be an integer of at least 1".into())
+    text.parse()
+        .ok()
+        .filter(|&n| n > 0)
+        .ok_or_else(|| "it must be an integer of at least 1".into())
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {

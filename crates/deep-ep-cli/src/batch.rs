@@ -88,7 +88,10 @@ impl Batch {
         let Sizes { hidden, top_k, .. } = self.sizes;
         let choices = range.start * top_k..range.end * top_k;
         Self {
-            sizes: Sizes { tokens: range.len(), ..self.sizes },
+            sizes: Sizes {
+                tokens: range.len(),
+                ..self.sizes
+            },
             x: self.x[range.start * hidden..range.end * hidden].to_vec(),
             topk_idx: self.topk_idx.slice(choices.clone()),
             topk_weights: self.topk_weights[choices].to_vec(),
@@ -101,7 +104,10 @@ impl Batch {
 
     /// `x` as `[T, H]` bf16.
     pub(crate) fn x(&self) -> Result<Tensor<'_>> {
-        Ok(Tensor::new(&self.x, &[self.sizes.tokens, self.sizes.hidden])?)
+        Ok(Tensor::new(
+            &self.x,
+            &[self.sizes.tokens, self.sizes.hidden],
+        )?)
     }
 
     /// `topk_idx` as `[T, K]` of the width it came with.
@@ -111,7 +117,10 @@ impl Batch {
 
     /// `topk_weights` as `[T, K]` f32.
     pub(crate) fn topk_weights(&self) -> Result<Tensor<'_>> {
-        Ok(Tensor::new(&self.topk_weights, &[self.sizes.tokens, self.sizes.top_k])?)
+        Ok(Tensor::new(
+            &self.topk_weights,
+            &[self.sizes.tokens, self.sizes.top_k],
+        )?)
     }
 
     /// Row of token `t`.
@@ -132,7 +141,11 @@ impl Batch {
         self.ids(t)
             .enumerate()
             .filter(|&(k, id)| {
-                id >= 0 && !self.ids(t).take(k).any(|other| other >= 0 && block(other) == block(id))
+                id >= 0
+                    && !self
+                        .ids(t)
+                        .take(k)
+                        .any(|other| other >= 0 && block(other) == block(id))
             })
             .count()
     }
@@ -149,7 +162,12 @@ mod tests {
 
     #[test]
     fn shards_are_contiguous_and_even() {
-        let sizes = Sizes { tokens: 10, hidden: 8, top_k: 1, experts: 4 };
+        let sizes = Sizes {
+            tokens: 10,
+            hidden: 8,
+            top_k: 1,
+            experts: 4,
+        };
         let shards: Vec<_> = (0..4).map(|rank| sizes.shard(rank, 4)).collect();
         assert_eq!(shards, [0..2, 2..5, 5..7, 7..10]);
         assert_eq!(sizes.largest_shard(4), 3);

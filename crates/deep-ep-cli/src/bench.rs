@@ -54,11 +54,19 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         return Err(Failure::Job(error));
     }
     let good = args.no_verify || reports.iter().all(|report| report.verified);
-    Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if good {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 fn measure(configuration: &Configuration) -> Result<JobReport> {
-    let Configuration { launch, workload, options } = configuration;
+    let Configuration {
+        launch,
+        workload,
+        options,
+    } = configuration;
     let source = Source::Generated(workload.clone());
     let input = source.open()?;
     let ranks = launch::run(*launch, &source, &input, options)?;
@@ -87,7 +95,11 @@ fn configurations(args: &BenchArgs) -> Result<Vec<Configuration>> {
                         ..args.common.options(ranks, mode, dtype, outputs)
                     };
                     check(&workload.sizes, &options)?;
-                    all.push(Configuration { launch, workload, options });
+                    all.push(Configuration {
+                        launch,
+                        workload,
+                        options,
+                    });
                 }
             }
         }
@@ -107,8 +119,19 @@ fn workloads(args: &BenchArgs) -> Result<Vec<Workload>> {
                     false => &args.top_groups,
                 };
                 for &top_groups in top_groups {
-                    let sizes = Sizes { tokens, hidden, top_k, experts };
-                    let workload = Workload { sizes, groups, top_groups, skew, seed: args.seed };
+                    let sizes = Sizes {
+                        tokens,
+                        hidden,
+                        top_k,
+                        experts,
+                    };
+                    let workload = Workload {
+                        sizes,
+                        groups,
+                        top_groups,
+                        skew,
+                        seed: args.seed,
+                    };
                     workload.check()?;
                     all.push(workload);
                 }
@@ -119,12 +142,23 @@ fn workloads(args: &BenchArgs) -> Result<Vec<Workload>> {
 }
 
 fn pairs<A: Copy, B: Copy>(a: &[A], b: &[B]) -> Vec<(A, B)> {
-    a.iter().flat_map(|&a| b.iter().map(move |&b| (a, b))).collect()
+    a.iter()
+        .flat_map(|&a| b.iter().map(move |&b| (a, b)))
+        .collect()
 }
 
 fn describe(configuration: &Configuration) -> String {
-    let Configuration { launch, workload, options } = configuration;
-    let Sizes { tokens, hidden, top_k, experts } = workload.sizes;
+    let Configuration {
+        launch,
+        workload,
+        options,
+    } = configuration;
+    let Sizes {
+        tokens,
+        hidden,
+        top_k,
+        experts,
+    } = workload.sizes;
     format!(
         "{} {}, {} {launch}, {} x {hidden}, top-{top_k} of {experts}, {}",
         options.mode,

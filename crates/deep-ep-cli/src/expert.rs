@@ -26,7 +26,9 @@ pub(crate) fn weighted_sum(
     let mut rows = [(x, 0f32); MAX_TOP_K];
     match parts.len() {
         n if n <= MAX_TOP_K => {
-            rows.iter_mut().zip(&*parts).for_each(|(row, part)| row.1 = *part);
+            rows.iter_mut()
+                .zip(&*parts)
+                .for_each(|(row, part)| row.1 = *part);
             codec::weighted_sum_bf16(&rows[..n], out);
         }
         _ => {

@@ -32,7 +32,12 @@ fn parse(bytes: &[u8], experts: Option<usize>) -> Result<Batch> {
         None => metadata_experts(metadata.metadata().as_ref())?,
     };
 
-    let x = matrix(&tensors, "x", "[T, H]", &[Dtype::BF16, Dtype::F32, Dtype::F16])?;
+    let x = matrix(
+        &tensors,
+        "x",
+        "[T, H]",
+        &[Dtype::BF16, Dtype::F32, Dtype::F16],
+    )?;
     let idx = matrix(&tensors, "topk_idx", "[T, K]", &[Dtype::I64, Dtype::I32])?;
     let weights = matrix(&tensors, "topk_weights", "[T, K]", &[Dtype::F32])?;
     let (tokens, hidden, top_k) = (x.shape()[0], x.shape()[1], idx.shape()[1]);
@@ -50,7 +55,12 @@ fn parse(bytes: &[u8], experts: Option<usize>) -> Result<Batch> {
     ensure!(hidden > 0, "x has hidden size 0, but it must be at least 8");
 
     let batch = Batch {
-        sizes: Sizes { tokens, hidden, top_k, experts },
+        sizes: Sizes {
+            tokens,
+            hidden,
+            top_k,
+            experts,
+        },
         x: rows(&x),
         topk_idx: ids(&idx),
         topk_weights: elements(weights.data(), f32::from_le_bytes),
@@ -78,9 +88,16 @@ fn matrix<'a>(
     let tensor = tensors.tensor(name).map_err(|_| {
         let mut names = tensors.names();
         names.sort_unstable();
-        anyhow!("there is no tensor {name} {shape}; the file has: {}", names.join(", "))
+        anyhow!(
+            "there is no tensor {name} {shape}; the file has: {}",
+            names.join(", ")
+        )
     })?;
-    let types = allowed.iter().map(|t| format!("{t:?}")).collect::<Vec<_>>().join(" or ");
+    let types = allowed
+        .iter()
+        .map(|t| format!("{t:?}"))
+        .collect::<Vec<_>>()
+        .join(" or ");
     ensure!(
         allowed.contains(&tensor.dtype()),
         "{name} is {:?}, but it must be {types}",
@@ -96,7 +113,12 @@ fn matrix<'a>(
 
 /// Little-endian elements, wherever they are aligned.
 fn elements<const N: usize, T>(bytes: &[u8], convert: impl Fn([u8; N]) -> T) -> Vec<T> {
-    bytes.as_chunks::<N>().0.iter().map(|chunk| convert(*chunk)).collect()
+    bytes
+        .as_chunks::<N>()
+        .0
+        .iter()
+        .map(|chunk| convert(*chunk))
+        .collect()
 }
 
 fn rows(x: &TensorView<'_>) -> Vec<bf16> {
@@ -150,9 +172,24 @@ mod tests {
 
     fn good() -> Vec<Spec<'static>> {
         vec![
-            ("x", Dtype::F32, vec![2, 2], bytes(&[1f32, 2., -3., 0.5].map(f32::to_le_bytes))),
-            ("topk_idx", Dtype::I32, vec![2, 1], bytes(&[3i32, -1].map(i32::to_le_bytes))),
-            ("topk_weights", Dtype::F32, vec![2, 1], bytes(&[1f32, 0.].map(f32::to_le_bytes))),
+            (
+                "x",
+                Dtype::F32,
+                vec![2, 2],
+                bytes(&[1f32, 2., -3., 0.5].map(f32::to_le_bytes)),
+            ),
+            (
+                "topk_idx",
+                Dtype::I32,
+                vec![2, 1],
+                bytes(&[3i32, -1].map(i32::to_le_bytes)),
+            ),
+            (
+                "topk_weights",
+                Dtype::F32,
+                vec![2, 1],
+                bytes(&[1f32, 0.].map(f32::to_le_bytes)),
+            ),
         ]
     }
 
@@ -163,32 +200,60 @@ mod tests {
     #[test]
     fn float_rows_become_bf16_and_ids_keep_their_width() {
         let batch = parse(&file(&good(), Some("4")), None).unwrap();
-        assert_eq!(batch.sizes, Sizes { tokens: 2, hidden: 2, top_k: 1, experts: 4 });
+        assert_eq!(
+            batch.sizes,
+            Sizes {
+                tokens: 2,
+                hidden: 2,
+                top_k: 1,
+                experts: 4
+            }
+        );
         assert_eq!(batch.x, [1f32, 2., -3., 0.5].map(bf16::from_f32));
         assert_eq!(batch.topk_idx, Ids::I32(vec![3, -1]));
-        assert_eq!(parse(&file(&good(), None), Some(8)).unwrap().sizes.experts, 8);
+        assert_eq!(
+            parse(&file(&good(), None), Some(8)).unwrap().sizes.experts,
+            8
+        );
     }
 
     #[test]
     fn what_is_wrong_with_a_file_is_named() {
-        assert!(error(&good()[..2], Some("4")).contains("no tensor topk_weights [T, K]; the file has: topk_idx, x"));
+        assert!(
+            error(&good()[..2], Some("4"))
+                .contains("no tensor topk_weights [T, K]; the file has: topk_idx, x")
+        );
         assert!(error(&good(), None).contains("--experts"));
         assert!(error(&good(), Some("many")).contains("\"many\""));
         let text = error(&good(), Some("3"));
-        assert!(text.contains("topk_idx[0, 0] is 3, but it must be below num_experts = 3"), "{text}");
+        assert!(
+            text.contains("topk_idx[0, 0] is 3, but it must be below num_experts = 3"),
+            "{text}"
+        );
         let mut wrong = good();
         wrong[2].1 = Dtype::I32;
         assert!(error(&wrong, Some("4")).contains("topk_weights is I32, but it must be F32"));
         wrong = good();
         wrong[2].2 = vec![1, 2];
         assert!(error(&wrong, Some("4")).contains("same shape"));
-        assert!(format!("{:#}", parse(b"hello, not a tensor", None).unwrap_err()).contains("not a safetensors file"));
+        assert!(
+            format!("{:#}", parse(b"hello, not a tensor", None).unwrap_err())
+                .contains("not a safetensors file")
+        );
     }
 
     #[test]
     fn the_shipped_trace_is_usable() {
         let batch = trace(None).unwrap();
-        assert_eq!(batch.sizes, Sizes { tokens: 1024, hidden: 384, top_k: 8, experts: 64 });
+        assert_eq!(
+            batch.sizes,
+            Sizes {
+                tokens: 1024,
+                hidden: 384,
+                top_k: 8,
+                experts: 64
+            }
+        );
         assert!(batch.topk_weights.iter().all(|w| w.is_finite()));
     }
 }

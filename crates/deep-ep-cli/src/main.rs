@@ -67,8 +67,14 @@ fn return_code(done: anyhow::Result<ExitCode>) -> Result<ExitCode, Failure> {
 fn log() -> Result<(), Failure> {
     let settings = deep_ep::Settings::from_env().map_err(|error| Failure::Usage(error.into()))?;
     let filter = tracing_subscriber::EnvFilter::try_new(&settings.log.value).map_err(|error| {
-        Failure::Usage(anyhow::anyhow!("DEEP_EP_LOG is {:?}, but {error}", settings.log.value))
+        Failure::Usage(anyhow::anyhow!(
+            "DEEP_EP_LOG is {:?}, but {error}",
+            settings.log.value
+        ))
     })?;
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .init();
     Ok(())
 }

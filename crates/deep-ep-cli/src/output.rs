@@ -22,18 +22,24 @@ impl JsonLines {
         let to: Option<Box<dyn Write>> = match path {
             None => None,
             Some(_) if stdout => Some(Box::new(io::stdout())),
-            Some(path) => Some(Box::new(
-                File::create(path).with_context(|| format!("cannot write {}", path.display()))?,
-            )),
+            Some(path) => {
+                Some(Box::new(File::create(path).with_context(|| {
+                    format!("cannot write {}", path.display())
+                })?))
+            }
         };
         Ok(Self { to, stdout })
     }
 
     pub(crate) fn write(&mut self, object: &impl Serialize) -> Result<()> {
-        let Some(to) = &mut self.to else { return Ok(()) };
+        let Some(to) = &mut self.to else {
+            return Ok(());
+        };
         let mut line = serde_json::to_string(object)?;
         line.push('\n');
-        to.write_all(line.as_bytes()).and_then(|()| to.flush()).context("cannot write the JSON")
+        to.write_all(line.as_bytes())
+            .and_then(|()| to.flush())
+            .context("cannot write the JSON")
     }
 
     /// Whether standard output is for JSON alone.

@@ -20,8 +20,10 @@ pub(crate) struct RankReport {
     pub(crate) sent_rows: usize,
     /// Rows that this rank received, own ones included.
     pub(crate) received_rows: usize,
-    /// Bytes of a dispatched row with its scales.
+    /// Bytes of a dispatched row without its scales.
     pub(crate) dispatch_row_bytes: usize,
+    /// Bytes of a dispatched row's scales.
+    pub(crate) scale_bytes: usize,
     /// Bytes of a combined row.
     pub(crate) combine_row_bytes: usize,
     /// Choices of each local expert.
@@ -92,9 +94,9 @@ pub(crate) struct Memory {
     pub(crate) reserved: u64,
     /// Taken from the system.
     pub(crate) committed: u64,
-    /// Most that was in use at once: what the job required.
+    /// Most that was in use at once, fixed parts included: what the job required.
     pub(crate) required: u64,
-    /// The parts of it by purpose; each is the most of its own, at whatever time.
+    /// Most in use at once for each purpose; their sum may be more than was in use at once.
     pub(crate) required_by_purpose: Vec<Purpose>,
     /// Fixed parts.
     pub(crate) fixed: Vec<Purpose>,
@@ -112,14 +114,17 @@ impl From<&Statistics> for Memory {
         let list = |items: &[(&'static str, u64)]| {
             items
                 .iter()
-                .map(|&(purpose, bytes)| Purpose { purpose: purpose.into(), bytes })
+                .map(|&(purpose, bytes)| Purpose {
+                    purpose: purpose.into(),
+                    bytes,
+                })
                 .collect()
         };
         let memory = &statistics.memory;
         Self {
             reserved: memory.reserved,
             committed: memory.committed,
-            required: memory.peak,
+            required: memory.peak + memory.fixed.iter().map(|fixed| fixed.1).sum::<u64>(),
             required_by_purpose: list(&memory.peak_by_purpose),
             fixed: list(&memory.fixed),
         }
@@ -187,12 +192,18 @@ pub(crate) struct Operation {
     pub(crate) gbps: f64,
     /// Copied over all ranks in one iteration.
     pub(crate) copied: Copied,
-    /// Copies of row bytes per byte received: copies per (token, rank).
+    /// Row bytes copied per row byte received (scales are no row bytes). In high-throughput mode
+    /// these are the copies per (token, rank).
     pub(crate) copies_per_row: f64,
 }
 
 impl Operation {
-    fn new(times: &[&[u64]], bytes: u64, copied: impl Iterator<Item = Copied>) -> Self {
+    /// `bytes` of rows with their scales, `row_bytes` without.
+    fn new(
+        times: &[&[u64]],
+        (bytes, row_bytes): (u64, u64),
+        copied: impl Iterator<Item = Copied>,
+    ) -> Self {
         let iters = times.first().map_or(0, |t| t.len());
         let mut slowest: Vec<u64> = (0..iters)
             .map(|i| times.iter().map(|rank| rank[i]).max().unwrap_or(0))
@@ -215,7 +226,7 @@ impl Operation {
             bytes,
             gbps: over(bytes as f64, median_ns),
             copied,
-            copies_per_row: over(copied.row_bytes as f64, bytes as f64),
+            copies_per_row: over(copied.row_bytes as f64, row_bytes as f64),
         }
     }
 }
@@ -261,7 +272,12 @@ impl JobReport {
         let mismatches: Vec<String> = ranks
             .iter()
             .enumerate()
-            .filter_map(|(rank, r)| Some(format!("rank {rank}: {}", r.check.as_ref()?.mismatch.as_ref()?)))
+            .filter_map(|(rank, r)| {
+                Some(format!(
+                    "rank {rank}: {}",
+                    r.check.as_ref()?.mismatch.as_ref()?
+                ))
+            })
             .collect();
         let per_rank = |get: fn(&RankReport) -> usize| ranks.iter().map(get).collect::<Vec<_>>();
         let bytes = |get: fn(&RankReport) -> usize| ranks.iter().map(|r| get(r) as u64).sum();
@@ -285,12 +301,18 @@ impl JobReport {
             received_rows: per_rank(|r| r.received_rows),
             dispatch: Operation::new(
                 &times(ranks, |r| &r.dispatch_ns),
-                bytes(|r| r.received_rows * r.dispatch_row_bytes),
+                (
+                    bytes(|r| r.received_rows * (r.dispatch_row_bytes + r.scale_bytes)),
+                    bytes(|r| r.received_rows * r.dispatch_row_bytes),
+                ),
                 ranks.iter().map(|r| r.dispatch_copied),
             ),
             combine: Operation::new(
                 &times(ranks, |r| &r.combine_ns),
-                bytes(|r| r.sent_rows * r.combine_row_bytes),
+                (
+                    bytes(|r| r.sent_rows * r.combine_row_bytes),
+                    bytes(|r| r.sent_rows * r.combine_row_bytes),
+                ),
                 ranks.iter().map(|r| r.combine_copied),
             ),
             warmup: options.warmup,
@@ -301,7 +323,9 @@ impl JobReport {
             memory: ranks.iter().map(|r| r.memory.clone()).collect(),
             input,
             workload: None,
-            dispatch_row_bytes: ranks.first().map_or(0, |r| r.dispatch_row_bytes),
+            dispatch_row_bytes: ranks
+                .first()
+                .map_or(0, |r| r.dispatch_row_bytes + r.scale_bytes),
             combine_row_bytes: ranks.first().map_or(0, |r| r.combine_row_bytes),
         }
     }
@@ -313,7 +337,11 @@ mod tests {
 
     #[test]
     fn a_time_is_the_largest_over_ranks_in_an_iteration() {
-        let operation = Operation::new(&[&[1000, 9000, 3000], &[2000, 1000, 4000]], 8000, [].into_iter());
+        let operation = Operation::new(
+            &[&[1000, 9000, 3000], &[2000, 1000, 4000]],
+            (8000, 8000),
+            [].into_iter(),
+        );
         assert_eq!((operation.median_us, operation.min_us), (4.0, 2.0));
         assert_eq!(operation.gbps, 2.0);
     }
@@ -326,6 +354,13 @@ mod tests {
 
     #[test]
     fn load_counts_idle_experts() {
-        assert_eq!(Load::new([0, 4, 2].into_iter()), Load { min: 0, mean: 2.0, max: 4 });
+        assert_eq!(
+            Load::new([0, 4, 2].into_iter()),
+            Load {
+                min: 0,
+                mean: 2.0,
+                max: 4
+            }
+        );
     }
 }

@@ -18,8 +18,13 @@ use crate::{
 
 pub(crate) fn run(args: &RunArgs) -> Result<ExitCode, Failure> {
     let source = match args.input.clone() {
-        Some(path) => Source::File { path, experts: args.experts },
-        None => Source::Trace { experts: args.experts },
+        Some(path) => Source::File {
+            path,
+            experts: args.experts,
+        },
+        None => Source::Trace {
+            experts: args.experts,
+        },
     };
     let options = args.options();
     let input = source.open().map_err(Failure::Usage)?;
@@ -33,12 +38,19 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode, Failure> {
     }
     json.write(&report)?;
     print(json.takes_stdout(), &table::job(&report))?;
-    Ok(if report.verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if report.verified {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 /// The combined rows of all ranks, in the order of the input.
 fn write_combined(path: &std::path::Path, ranks: &mut [RankReport], hidden: usize) -> Result<()> {
-    let rows: Vec<bf16> = ranks.iter_mut().flat_map(|r| r.combined.take().unwrap_or_default()).collect();
+    let rows: Vec<bf16> = ranks
+        .iter_mut()
+        .flat_map(|r| r.combined.take().unwrap_or_default())
+        .collect();
     let bytes: Vec<u8> = rows.iter().flat_map(|x| x.to_le_bytes()).collect();
     let tensor = TensorView::new(Dtype::BF16, vec![rows.len() / hidden, hidden], &bytes)?;
     safetensors::serialize_to_file([("combined", tensor)], None, path)

@@ -17,7 +17,10 @@ pub(crate) enum Source {
     /// The trace that ships with the program.
     Trace { experts: Option<usize> },
     /// A safetensors file.
-    File { path: PathBuf, experts: Option<usize> },
+    File {
+        path: PathBuf,
+        experts: Option<usize>,
+    },
     /// Made up on each rank.
     Generated(Workload),
 }

@@ -44,10 +44,11 @@ pub(crate) fn job(report: &JobReport) -> String {
     );
     text += &operations(report).to_string();
     text += &format!(
-        "\nTimes are the slowest rank's, over {} iterations after {} of warm-up; GB/s is the bytes that all\n\
+        "\nTimes are the slowest rank's, over {} iterations after {} of warm-up. GB/s: bytes that all\n\
          ranks receive, own tokens included, over the median time.\n\n",
         report.iters, report.warmup
     );
+    text += "Symmetric memory of each rank, by purpose the most at once:\n";
     text += &memory(report).to_string();
     text += "\n\n";
     text += &verdict(report);
@@ -57,8 +58,14 @@ pub(crate) fn job(report: &JobReport) -> String {
 fn per_rank(report: &JobReport) -> Table {
     let (out, back) = (report.dispatch_row_bytes, report.combine_row_bytes);
     let header = [
-        "rank", "tokens", "rows sent", "bytes sent", "rows received", "bytes received", "combine sends",
-        "combine receives",
+        "rank",
+        "tokens",
+        "rows\nsent",
+        "bytes\nsent",
+        "rows\nreceived",
+        "bytes\nreceived",
+        "combine:\nbytes sent",
+        "combine:\nreceived",
     ];
     let rows = (0..report.ranks).map(|rank| {
         let (sent, received) = (report.sent_rows[rank], report.received_rows[rank]);
@@ -77,7 +84,20 @@ fn per_rank(report: &JobReport) -> Table {
 }
 
 fn operations(report: &JobReport) -> Table {
-    let header = ["", "median", "min", "GB/s", "bytes received", "bytes copied", "copies per (token, rank)"];
+    // Low-latency rows go once per (token, rank) and are delivered once per (token, expert).
+    let last = match report.mode {
+        Mode::HighThroughput => "copies per\n(token, rank)",
+        Mode::LowLatency => "bytes\nto peers",
+    };
+    let header = [
+        "",
+        "median",
+        "minimum",
+        "GB/s",
+        "bytes\nreceived",
+        "row bytes\ncopied",
+        last,
+    ];
     let row = |name: &str, operation: &Operation| {
         vec![
             name.to_owned(),
@@ -85,42 +105,51 @@ fn operations(report: &JobReport) -> Table {
             micros(operation.min_us),
             format!("{:.2}", operation.gbps),
             bytes(operation.bytes),
-            bytes(operation.copied.row_bytes + operation.copied.metadata_bytes),
-            copies(report, operation),
+            bytes(operation.copied.row_bytes),
+            match report.mode {
+                Mode::HighThroughput => format!("{:.2}", operation.copies_per_row),
+                Mode::LowLatency => bytes(operation.copied.wire_bytes),
+            },
         ]
     };
-    let rows = [row("dispatch", &report.dispatch), row("combine", &report.combine)];
+    let rows = [
+        row("dispatch", &report.dispatch),
+        row("combine", &report.combine),
+    ];
     table(&header, 1, rows.into_iter())
 }
 
-/// In low-latency mode a row goes once per (token, rank) but arrives once per (token, expert).
-fn copies(report: &JobReport, operation: &Operation) -> String {
-    match report.mode {
-        Mode::HighThroughput => format!("{:.2}", operation.copies_per_row),
-        Mode::LowLatency => format!("{:.2} (token, expert)", operation.copies_per_row),
-    }
-}
-
+/// A column for each purpose that any rank needed memory for.
 fn memory(report: &JobReport) -> Table {
-    let purposes = |memory: &Memory| -> String {
-        let all = memory.required_by_purpose.iter().chain(&memory.fixed).filter(|p| p.bytes > 0);
-        all.map(|p| format!("{} {}", p.purpose, bytes(p.bytes))).collect::<Vec<_>>().join(", ")
+    let parts = |memory: &Memory| -> Vec<(String, u64)> {
+        let all = memory.required_by_purpose.iter().chain(&memory.fixed);
+        all.map(|p| (p.purpose.clone(), p.bytes)).collect()
     };
-    let header = ["rank", "symmetric memory required", "committed", "reserved", "for"];
-    let rows = report.memory.iter().enumerate().map(|(rank, memory)| {
-        vec![
-            rank.to_string(),
-            bytes(memory.required + memory.fixed.iter().map(|p| p.bytes).sum::<u64>()),
-            bytes(memory.committed),
-            bytes(memory.reserved),
-            purposes(memory),
-        ]
-    });
-    let mut table = table(&header, 1, rows);
-    if let Some(column) = table.column_mut(4) {
-        column.set_cell_alignment(CellAlignment::Left);
+    let mut purposes: Vec<String> = Vec::new();
+    for (purpose, bytes) in report.memory.iter().flat_map(parts) {
+        if bytes > 0 && !purposes.contains(&purpose) {
+            purposes.push(purpose);
+        }
     }
-    table
+    let mut header: Vec<String> = ["rank", "required", "committed", "reserved"]
+        .map(String::from)
+        .into();
+    header.extend(
+        purposes
+            .iter()
+            .map(|purpose| purpose.replacen(' ', "\n", 1)),
+    );
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
+    let rows = report.memory.iter().enumerate().map(|(rank, memory)| {
+        let parts = parts(memory);
+        let part = |purpose: &String| parts.iter().find(|p| p.0 == *purpose).map_or(0, |p| p.1);
+        let totals = [memory.required, memory.committed, memory.reserved].map(bytes);
+        let mut row = vec![rank.to_string()];
+        row.extend(totals);
+        row.extend(purposes.iter().map(|purpose| bytes(part(purpose))));
+        row
+    });
+    table(&header, 0, rows)
 }
 
 fn verdict(report: &JobReport) -> String {
@@ -128,12 +157,16 @@ fn verdict(report: &JobReport) -> String {
         return "Not verified: nothing was compared with the reference.".into();
     };
     if report.verified {
-        return format!(
-            "Verified: every received row, index, weight and count, and the combined result (largest error {error:.3e})."
-        );
+        let everything = "every received row, index, weight and count, and the combined result";
+        return match report.mode {
+            Mode::HighThroughput => format!("Verified: {everything}, bit for bit."),
+            Mode::LowLatency => format!(
+                "Verified: {everything},\nwhich is within the tolerance of low-latency sums (largest error {error:.2e})."
+            ),
+        };
     }
     format!(
-        "NOT VERIFIED: results differ from the reference (largest error {error:.3e}):\n  {}",
+        "NOT VERIFIED: results differ from the reference (largest error {error}):\n  {}",
         report.mismatches.join("\n  ")
     )
 }
@@ -141,8 +174,22 @@ fn verdict(report: &JobReport) -> String {
 /// The results of a sweep, one line each.
 pub(crate) fn sweep(reports: &[JobReport]) -> String {
     let header = [
-        "mode", "dtype", "output", "launch", "ranks", "tokens/rank", "hidden", "top-k", "experts",
-        "dispatch", "min", "GB/s", "combine", "min", "GB/s", "verified",
+        "mode",
+        "dtype",
+        "output",
+        "launch",
+        "ranks",
+        "tokens/rank",
+        "hidden",
+        "top-k",
+        "experts",
+        "dispatch",
+        "min",
+        "GB/s",
+        "combine",
+        "min",
+        "GB/s",
+        "verified",
     ];
     let rows = reports.iter().map(|r| {
         vec![
@@ -169,9 +216,15 @@ pub(crate) fn sweep(reports: &[JobReport]) -> String {
         ]
     });
     let mut text = table(&header, 4, rows).to_string();
-    text += "\nTimes are medians and minima of the slowest rank; GB/s counts what all ranks receive.";
+    text +=
+        "\nTimes are medians and minima of the slowest rank; GB/s counts what all ranks receive.";
     for report in reports.iter().filter(|r| !r.mismatches.is_empty()) {
-        text += &format!("\n{} {}: {}", report.mode, report.dtype, report.mismatches.join("; "));
+        text += &format!(
+            "\n{} {}: {}",
+            report.mode,
+            report.dtype,
+            report.mismatches.join("; ")
+        );
     }
     text
 }
@@ -181,7 +234,7 @@ fn grouped(n: u64) -> String {
     let digits = n.to_string();
     let mut text = String::with_capacity(digits.len() * 4 / 3);
     for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at) % 3 == 0 {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
             text.push(',');
         }
         text.push(digit);
@@ -202,7 +255,11 @@ pub(crate) fn bytes(n: u64) -> String {
         value /= 1e3;
         unit += 1;
     }
-    let digits = if value < 9.995 { 2 } else { usize::from(value < 99.95) };
+    let digits = if value < 9.995 {
+        2
+    } else {
+        usize::from(value < 99.95)
+    };
     format!("{value:.digits$} {}", UNITS[unit])
 }
 
@@ -219,8 +276,14 @@ mod tests {
 
     #[test]
     fn numbers_are_readable() {
-        assert_eq!([grouped(7), grouped(1234), grouped(1_234_567)], ["7", "1,234", "1,234,567"]);
-        assert_eq!([bytes(0), bytes(999), bytes(1536)], ["0 B", "999 B", "1.54 kB"]);
+        assert_eq!(
+            [grouped(7), grouped(1234), grouped(1_234_567)],
+            ["7", "1,234", "1,234,567"]
+        );
+        assert_eq!(
+            [bytes(0), bytes(999), bytes(1536)],
+            ["0 B", "999 B", "1.54 kB"]
+        );
         assert_eq!([bytes(999_999), bytes(58_600_000)], ["1.00 MB", "58.6 MB"]);
         assert_eq!([micros(12.34), micros(18_700.0)], ["12.3 us", "18.70 ms"]);
     }

@@ -27,7 +27,19 @@ pub(crate) struct Workload {
 impl Workload {
     /// Whether the parameters fit each other.
     pub(crate) fn check(&self) -> Result<()> {
-        let Self { sizes: Sizes { hidden, top_k, experts, .. }, groups, top_groups, skew, .. } = *self;
+        let Self {
+            sizes:
+                Sizes {
+                    hidden,
+                    top_k,
+                    experts,
+                    ..
+                },
+            groups,
+            top_groups,
+            skew,
+            ..
+        } = *self;
         ensure!(experts > 0, "--experts must be at least 1");
         ensure!(top_k > 0, "--top-k must be at least 1");
         ensure!(hidden > 0, "--hidden must be at least 8");
@@ -45,7 +57,10 @@ impl Workload {
             experts / groups * top_groups,
             experts / groups
         );
-        ensure!(skew.is_finite() && skew >= 0.0, "--skew is {skew}, but it must be 0 or more");
+        ensure!(
+            skew.is_finite() && skew >= 0.0,
+            "--skew is {skew}, but it must be 0 or more"
+        );
         Ok(())
     }
 
@@ -67,7 +82,10 @@ impl Workload {
             random.row(hidden, &mut x);
         }
         Batch {
-            sizes: Sizes { tokens, ..self.sizes },
+            sizes: Sizes {
+                tokens,
+                ..self.sizes
+            },
             x,
             topk_idx: Ids::I64(idx),
             topk_weights: weights,
@@ -99,16 +117,24 @@ impl<'a> Router<'a> {
         for (place, expert) in order.into_iter().enumerate() {
             log_popularity[expert] = (-workload.skew * ((place + 1) as f64).ln()) as f32;
         }
-        Self { workload, log_popularity }
+        Self {
+            workload,
+            log_popularity,
+        }
     }
 
     /// Leaves `(score, expert)` in `scores`, the chosen ones first and best first.
     fn choose(&self, random: &mut Random, scores: &mut Vec<(f32, usize)>) {
-        let Workload { groups, top_groups, .. } = *self.workload;
+        let Workload {
+            groups, top_groups, ..
+        } = *self.workload;
         let size = self.log_popularity.len() / groups;
         scores.clear();
         scores.extend(
-            self.log_popularity.iter().enumerate().map(|(expert, p)| (p + random.gumbel(), expert)),
+            self.log_popularity
+                .iter()
+                .enumerate()
+                .map(|(expert, p)| (p + random.gumbel(), expert)),
         );
         if top_groups < groups {
             let mut best: Vec<(f32, usize)> = scores
@@ -118,7 +144,9 @@ impl<'a> Router<'a> {
                 .collect();
             best.sort_by(|a, b| b.0.total_cmp(&a.0));
             let mut keep = vec![false; groups];
-            best[..top_groups].iter().for_each(|&(_, group)| keep[group] = true);
+            best[..top_groups]
+                .iter()
+                .for_each(|&(_, group)| keep[group] = true);
             scores.retain(|&(_, expert)| keep[expert / size]);
         }
         scores.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
@@ -135,7 +163,11 @@ fn best_two(scores: impl Iterator<Item = f32>) -> f32 {
             best.1 = score;
         }
     }
-    if best.1 == f32::NEG_INFINITY { best.0 } else { best.0 + best.1 }
+    if best.1 == f32::NEG_INFINITY {
+        best.0
+    } else {
+        best.0 + best.1
+    }
 }
 
 /// SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
@@ -184,7 +216,12 @@ mod tests {
 
     fn workload() -> Workload {
         Workload {
-            sizes: Sizes { tokens: 400, hidden: 33, top_k: 4, experts: 32 },
+            sizes: Sizes {
+                tokens: 400,
+                hidden: 33,
+                top_k: 4,
+                experts: 32,
+            },
             groups: 8,
             top_groups: 2,
             skew: 0.0,
@@ -203,7 +240,14 @@ mod tests {
         let workload = workload();
         let whole = workload.make(0..400);
         assert_eq!(whole.slice(100..150), workload.make(100..150));
-        assert_ne!(whole, Workload { seed: 8, ..workload }.make(0..400));
+        assert_ne!(
+            whole,
+            Workload {
+                seed: 8,
+                ..workload
+            }
+            .make(0..400)
+        );
     }
 
     #[test]
@@ -224,10 +268,22 @@ mod tests {
 
     #[test]
     fn skew_makes_some_experts_popular() {
-        let even = Workload { groups: 1, top_groups: 1, ..workload() };
-        let skewed = Workload { skew: 1.5, ..even.clone() };
+        let even = Workload {
+            groups: 1,
+            top_groups: 1,
+            ..workload()
+        };
+        let skewed = Workload {
+            skew: 1.5,
+            ..even.clone()
+        };
         let most = |w: &Workload| *load(&w.make(0..400)).iter().max().unwrap();
-        assert!(most(&even) < 100 && most(&skewed) > 300, "{} {}", most(&even), most(&skewed));
+        assert!(
+            most(&even) < 100 && most(&skewed) > 300,
+            "{} {}",
+            most(&even),
+            most(&skewed)
+        );
     }
 
     #[test]
@@ -236,7 +292,10 @@ mod tests {
         let n = x.len() as f64;
         let mean = x.iter().map(|v| v.to_f64()).sum::<f64>() / n;
         let variance = x.iter().map(|v| v.to_f64().powi(2)).sum::<f64>() / n;
-        assert!(mean.abs() < 0.03 && (variance - 1.0).abs() < 0.05, "{mean} {variance}");
+        assert!(
+            mean.abs() < 0.03 && (variance - 1.0).abs() < 0.05,
+            "{mean} {variance}"
+        );
     }
 
     #[test]
@@ -244,9 +303,36 @@ mod tests {
         let error = |w: Workload| w.check().unwrap_err().to_string();
         let w = workload();
         assert!(w.check().is_ok());
-        assert!(error(Workload { groups: 5, ..w.clone() }).contains("--groups is 5"));
-        assert!(error(Workload { top_groups: 9, ..w.clone() }).contains("--top-groups is 9"));
-        assert!(error(Workload { sizes: Sizes { top_k: 9, ..w.sizes }, ..w.clone() }).contains("--top-k is 9"));
-        assert!(error(Workload { skew: f64::NAN, ..w }).contains("--skew"));
+        assert!(
+            error(Workload {
+                groups: 5,
+                ..w.clone()
+            })
+            .contains("--groups is 5")
+        );
+        assert!(
+            error(Workload {
+                top_groups: 9,
+                ..w.clone()
+            })
+            .contains("--top-groups is 9")
+        );
+        assert!(
+            error(Workload {
+                sizes: Sizes {
+                    top_k: 9,
+                    ..w.sizes
+                },
+                ..w.clone()
+            })
+            .contains("--top-k is 9")
+        );
+        assert!(
+            error(Workload {
+                skew: f64::NAN,
+                ..w
+            })
+            .contains("--skew")
+        );
     }
 }

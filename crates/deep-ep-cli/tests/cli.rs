@@ -13,7 +13,10 @@ use serde_json::Value;
 
 fn deep_ep(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_deep-ep"));
-    command.args(args).env("DEEP_EP_TIMEOUT_SECS", "60").env_remove("DEEP_EP_ENGINE");
+    command
+        .args(args)
+        .env("DEEP_EP_TIMEOUT_SECS", "60")
+        .env_remove("DEEP_EP_ENGINE");
     command
 }
 
@@ -25,9 +28,16 @@ fn output(args: &[&str]) -> Output {
 fn json(args: &[&str]) -> Vec<Value> {
     let output = output(args);
     let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{args:?}: {} {stderr}", output.status);
+    assert!(
+        output.status.success(),
+        "{args:?}: {} {stderr}",
+        output.status
+    );
     let stdout = String::from_utf8(output.stdout).unwrap();
-    stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    stdout
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
 }
 
 /// The message of a command that must fail with `code`.
@@ -53,12 +63,19 @@ fn write_input(name: &str, x: Dtype, idx: Dtype, change: impl Fn(&mut Vec<i64>))
     let values = (0..6 * 128).map(|i| (i % 61) as f32 / 8.0 - 3.0);
     let x_bytes: Vec<u8> = match x {
         Dtype::F32 => values.flat_map(f32::to_le_bytes).collect(),
-        Dtype::F16 => values.flat_map(|v| half::f16::from_f32(v).to_le_bytes()).collect(),
-        Dtype::BF16 => values.flat_map(|v| half::bf16::from_f32(v).to_le_bytes()).collect(),
+        Dtype::F16 => values
+            .flat_map(|v| half::f16::from_f32(v).to_le_bytes())
+            .collect(),
+        Dtype::BF16 => values
+            .flat_map(|v| half::bf16::from_f32(v).to_le_bytes())
+            .collect(),
         _ => vec![0; 6 * 128],
     };
     let idx_bytes: Vec<u8> = match idx {
-        Dtype::I32 => ids.iter().flat_map(|&id| (id as i32).to_le_bytes()).collect(),
+        Dtype::I32 => ids
+            .iter()
+            .flat_map(|&id| (id as i32).to_le_bytes())
+            .collect(),
         _ => ids.iter().flat_map(|id| id.to_le_bytes()).collect(),
     };
     // What stands where there is no choice must not matter.
@@ -69,8 +86,14 @@ fn write_input(name: &str, x: Dtype, idx: Dtype, change: impl Fn(&mut Vec<i64>))
         .collect();
     let tensors = [
         ("x", TensorView::new(x, vec![6, 128], &x_bytes).unwrap()),
-        ("topk_idx", TensorView::new(idx, vec![6, 2], &idx_bytes).unwrap()),
-        ("topk_weights", TensorView::new(Dtype::F32, vec![6, 2], &weights).unwrap()),
+        (
+            "topk_idx",
+            TensorView::new(idx, vec![6, 2], &idx_bytes).unwrap(),
+        ),
+        (
+            "topk_weights",
+            TensorView::new(Dtype::F32, vec![6, 2], &weights).unwrap(),
+        ),
     ];
     let path = path(name);
     let metadata = [("num_experts".to_owned(), "8".to_owned())].into();
@@ -89,8 +112,21 @@ fn the_trace_is_verified_in_every_combination() {
             for launch in ["threads", "processes"] {
                 for outputs in ["loan", "caller"] {
                     let run = json(&[
-                        "run", "--mode", mode, "--dtype", dtype, "--launch", launch, "--outputs", outputs,
-                        "--iters", "2", "--warmup", "1", "--json", "-",
+                        "run",
+                        "--mode",
+                        mode,
+                        "--dtype",
+                        dtype,
+                        "--launch",
+                        launch,
+                        "--outputs",
+                        outputs,
+                        "--iters",
+                        "2",
+                        "--warmup",
+                        "1",
+                        "--json",
+                        "-",
                     ]);
                     check_report(&run, [mode, dtype, launch, outputs]);
                 }
@@ -100,7 +136,9 @@ fn the_trace_is_verified_in_every_combination() {
 }
 
 fn check_report(run: &[Value], [mode, dtype, launch, outputs]: [&str; 4]) {
-    let [report] = run else { panic!("one object was expected: {run:?}") };
+    let [report] = run else {
+        panic!("one object was expected: {run:?}")
+    };
     let expected = [
         ("engine", "cpu".into()),
         ("mode", mode.into()),
@@ -116,21 +154,39 @@ fn check_report(run: &[Value], [mode, dtype, launch, outputs]: [&str; 4]) {
     ];
     for (key, value) in expected {
         let value: Value = value;
-        assert_eq!(report[key], value, "{key} of {mode} {dtype} {launch} {outputs}");
+        assert_eq!(
+            report[key], value,
+            "{key} of {mode} {dtype} {launch} {outputs}"
+        );
     }
     let error = report["max_abs_error"].as_f64().unwrap();
     if mode == "high-throughput" {
         assert_eq!(error, 0.0);
     }
-    let rows: u64 = report["received_rows"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).sum();
+    let rows: u64 = report["received_rows"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|n| n.as_u64().unwrap())
+        .sum();
     // The trace's 1024 tokens go to 3459 ranks of 4, or to 8 experts each.
-    assert_eq!(rows, if mode == "high-throughput" { 3459 } else { 8192 });
+    assert_eq!(
+        rows,
+        if mode == "high-throughput" {
+            3459
+        } else {
+            8192
+        }
+    );
     let row_bytes = if dtype == "bf16" { 768 } else { 384 + 12 };
     assert_eq!(report["dispatch"]["bytes"], rows * row_bytes);
     assert_eq!(report["combine"]["bytes"], rows * 768);
     for operation in ["dispatch", "combine"] {
         for key in ["median_us", "min_us", "gbps"] {
-            assert!(report[operation][key].as_f64().unwrap() > 0.0, "{operation} {key}");
+            assert!(
+                report[operation][key].as_f64().unwrap() > 0.0,
+                "{operation} {key}"
+            );
         }
     }
 }
@@ -148,18 +204,34 @@ fn with_loans_a_row_is_copied_once() {
 
 #[test]
 fn files_of_all_types_give_the_right_sum() {
-    for (x, idx) in [(Dtype::F32, Dtype::I32), (Dtype::F16, Dtype::I64), (Dtype::BF16, Dtype::I32)] {
+    for (x, idx) in [
+        (Dtype::F32, Dtype::I32),
+        (Dtype::F16, Dtype::I64),
+        (Dtype::BF16, Dtype::I32),
+    ] {
         let input = write_input(&format!("{x:?}-{idx:?}.safetensors"), x, idx, |_| {});
         let combined = path(&format!("{x:?}-{idx:?}-combined.safetensors"));
         let run = json(&[
-            "run", "--input", text(&input), "--output", text(&combined), "--ranks", "2", "--iters", "1",
-            "--json", "-",
+            "run",
+            "--input",
+            text(&input),
+            "--output",
+            text(&combined),
+            "--ranks",
+            "2",
+            "--iters",
+            "1",
+            "--json",
+            "-",
         ]);
         assert_eq!(run[0]["received_rows"].as_array().unwrap().len(), 2);
         let bytes = fs::read(&combined).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
         let tensor = file.tensor("combined").unwrap();
-        assert_eq!((tensor.dtype(), tensor.shape()), (Dtype::BF16, &[6, 128][..]));
+        assert_eq!(
+            (tensor.dtype(), tensor.shape()),
+            (Dtype::BF16, &[6, 128][..])
+        );
         let at = |token: usize, i: usize| {
             let at = (token * 128 + i) * 2;
             half::bf16::from_le_bytes([tensor.data()[at], tensor.data()[at + 1]]).to_f32()
@@ -168,7 +240,11 @@ fn files_of_all_types_give_the_right_sum() {
         let x = |token: usize, i: usize| ((token * 128 + i) % 61) as f32 / 8.0 - 3.0;
         for i in 0..128 {
             let right = x(0, i) * (0.125 + 0.25 * 1.875);
-            assert!((at(0, i) - right).abs() <= right.abs() / 100.0, "{} {right}", at(0, i));
+            assert!(
+                (at(0, i) - right).abs() <= right.abs() / 100.0,
+                "{} {right}",
+                at(0, i)
+            );
             // Token 3 chose nobody.
             assert_eq!(at(3, i), 0.0);
         }
@@ -181,8 +257,19 @@ fn unequal_and_empty_shards_are_verified() {
     for mode in ["high-throughput", "low-latency"] {
         for ranks in ["1", "4", "8"] {
             let run = json(&[
-                "run", "--input", text(&input), "--ranks", ranks, "--mode", mode, "--launch", "threads",
-                "--iters", "1", "--json", "-",
+                "run",
+                "--input",
+                text(&input),
+                "--ranks",
+                ranks,
+                "--mode",
+                mode,
+                "--launch",
+                "threads",
+                "--iters",
+                "1",
+                "--json",
+                "-",
             ]);
             assert_eq!(run[0]["verified"], true, "{mode} {ranks}");
         }
@@ -195,15 +282,26 @@ fn bad_input_is_named() {
 
     let wrong_type = write_input("wrong-type.safetensors", Dtype::I8, Dtype::I64, |_| {});
     let message = failure(&["run", "--input", text(&wrong_type)], 2);
-    assert!(message.contains("x is I8, but it must be BF16 or F32 or F16"), "{message}");
+    assert!(
+        message.contains("x is I8, but it must be BF16 or F32 or F16"),
+        "{message}"
+    );
 
-    let outside = write_input("outside.safetensors", Dtype::BF16, Dtype::I64, |ids| ids[3] = 8);
+    let outside = write_input("outside.safetensors", Dtype::BF16, Dtype::I64, |ids| {
+        ids[3] = 8
+    });
     let message = failure(&["run", "--input", text(&outside)], 2);
-    assert!(message.contains("topk_idx[1, 1] is 8, but it must be below num_experts = 8"), "{message}");
+    assert!(
+        message.contains("topk_idx[1, 1] is 8, but it must be below num_experts = 8"),
+        "{message}"
+    );
 
     let good = write_input("good.safetensors", Dtype::BF16, Dtype::I64, |_| {});
     let message = failure(&["run", "--input", text(&good), "--ranks", "3"], 2);
-    assert!(message.contains("8 experts cannot be split evenly over 3 ranks"), "{message}");
+    assert!(
+        message.contains("8 experts cannot be split evenly over 3 ranks"),
+        "{message}"
+    );
     let message = failure(&["bench", "--hidden", "136", "--dtype", "fp8"], 2);
     assert!(message.contains("multiple of 128"), "{message}");
 
@@ -216,30 +314,78 @@ fn bad_input_is_named() {
 fn an_engine_that_is_not_there_is_an_error() {
     for launch in ["threads", "processes"] {
         let message = failure(&["run", "--engine", "cuda", "--launch", launch], 1);
-        assert!(message.contains("engine cuda is not supported here"), "{message}");
+        assert!(
+            message.contains("engine cuda is not supported here"),
+            "{message}"
+        );
     }
 }
 
 #[test]
 fn a_sweep_prints_one_object_per_combination() {
     let lines = json(&[
-        "bench", "--tokens", "16,32", "--hidden", "128", "--top-k", "2", "--experts", "8", "--ranks", "1,2",
-        "--mode", "high-throughput,low-latency", "--launch", "threads", "--groups", "4", "--top-groups",
-        "2", "--skew", "0.5", "--iters", "2", "--warmup", "1", "--json", "-",
+        "bench",
+        "--tokens",
+        "16,32",
+        "--hidden",
+        "128",
+        "--top-k",
+        "2",
+        "--experts",
+        "8",
+        "--ranks",
+        "1,2",
+        "--mode",
+        "high-throughput,low-latency",
+        "--launch",
+        "threads",
+        "--groups",
+        "4",
+        "--top-groups",
+        "2",
+        "--skew",
+        "0.5",
+        "--iters",
+        "2",
+        "--warmup",
+        "1",
+        "--json",
+        "-",
     ]);
     assert_eq!(lines.len(), 8);
     assert!(lines.iter().all(|line| line["verified"] == true));
-    let sizes: Vec<_> = lines.iter().map(|l| (l["ranks"].clone(), l["tokens"].clone())).collect();
+    let sizes: Vec<_> = lines
+        .iter()
+        .map(|l| (l["ranks"].clone(), l["tokens"].clone()))
+        .collect();
     assert_eq!(sizes[0], (1.into(), 16.into()));
     assert_eq!(sizes[7], (2.into(), 64.into()));
 
     let file = path("sweep.jsonl");
     let output = output(&[
-        "bench", "--tokens", "8", "--hidden", "64", "--top-k", "1", "--experts", "2", "--iters", "1",
-        "--no-verify", "--outputs", "loan,caller", "--json", text(&file),
+        "bench",
+        "--tokens",
+        "8",
+        "--hidden",
+        "64",
+        "--top-k",
+        "1",
+        "--experts",
+        "2",
+        "--iters",
+        "1",
+        "--no-verify",
+        "--outputs",
+        "loan,caller",
+        "--json",
+        text(&file),
     ]);
     assert!(output.status.success());
-    assert!(String::from_utf8(output.stdout).unwrap().contains("dispatch"));
+    assert!(
+        String::from_utf8(output.stdout)
+            .unwrap()
+            .contains("dispatch")
+    );
     assert_eq!(fs::read_to_string(file).unwrap().lines().count(), 2);
 }
 
@@ -248,8 +394,14 @@ fn doctor_says_what_there_is() {
     let report = &json(&["doctor", "--json"])[0];
     assert_eq!(report["engine"]["used"], "cpu");
     let settings = report["settings"].as_array().unwrap();
-    let timeout = settings.iter().find(|s| s["name"] == "DEEP_EP_TIMEOUT_SECS").unwrap();
-    assert_eq!((&timeout["value"], &timeout["from"]), (&"60".into(), &"DEEP_EP_TIMEOUT_SECS".into()));
+    let timeout = settings
+        .iter()
+        .find(|s| s["name"] == "DEEP_EP_TIMEOUT_SECS")
+        .unwrap();
+    assert_eq!(
+        (&timeout["value"], &timeout["from"]),
+        (&"60".into(), &"DEEP_EP_TIMEOUT_SECS".into())
+    );
     assert!(output(&["doctor"]).status.success());
 }
 
@@ -273,7 +425,10 @@ impl LongJob {
             assert!(Instant::now() < deadline, "the ranks did not start");
             thread::sleep(Duration::from_millis(50));
             let list = fs::read_to_string(&children).unwrap_or_default();
-            ranks = list.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
+            ranks = list
+                .split_whitespace()
+                .map(|pid| pid.parse().unwrap())
+                .collect();
         }
         // Let them meet.
         thread::sleep(Duration::from_millis(500));
@@ -288,14 +443,21 @@ impl LongJob {
             stat.contains("(deep-ep)") && !stat.contains(") Z ")
         };
         while self.ranks.iter().any(alive) {
-            assert!(Instant::now() < deadline, "ranks are left: {:?}", self.ranks);
+            assert!(
+                Instant::now() < deadline,
+                "ranks are left: {:?}",
+                self.ranks
+            );
             thread::sleep(Duration::from_millis(50));
         }
     }
 }
 
 fn kill(pid: u32) {
-    let killed = Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap();
+    let killed = Command::new("kill")
+        .args(["-9", &pid.to_string()])
+        .status()
+        .unwrap();
     assert!(killed.success());
 }
 
@@ -311,7 +473,10 @@ fn a_killed_rank_ends_the_job() {
     let message = String::from_utf8(output.stderr).unwrap();
     assert!(message.contains("was killed by signal 9"), "{message}");
     for pid in ranks {
-        assert!(!Path::new(&format!("/proc/{pid}")).exists(), "rank process {pid} is left");
+        assert!(
+            !Path::new(&format!("/proc/{pid}")).exists(),
+            "rank process {pid} is left"
+        );
     }
 }
 

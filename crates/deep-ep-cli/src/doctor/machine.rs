@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::Result;
-use deep_ep::{codec::Simd, system::MemoryFacts};
+use deep_ep::{codec::Simd, memory::system::MemoryFacts};
 use serde::Serialize;
 
 #[derive(Debug, Serialize)]
@@ -28,10 +28,15 @@ impl Cpu {
     pub(super) fn look() -> Self {
         let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let model = info.lines().find_map(|line| {
-            line.strip_prefix("model name")?.split_once(':').map(|(_, name)| name.trim().to_owned())
+            line.strip_prefix("model name")?
+                .split_once(':')
+                .map(|(_, name)| name.trim().to_owned())
         });
         let usable = thread::available_parallelism().map_or(1, usize::from);
-        let online = info.lines().filter(|line| line.starts_with("processor")).count();
+        let online = info
+            .lines()
+            .filter(|line| line.starts_with("processor"))
+            .count();
         Self {
             model,
             online: online.max(usable),
@@ -54,9 +59,21 @@ fn simd() -> Vec<&'static str> {
         };
     }
     let all = present!(
-        "sse4.2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16"
+        "sse4.2",
+        "avx",
+        "avx2",
+        "fma",
+        "f16c",
+        "avx512f",
+        "avx512bw",
+        "avx512dq",
+        "avx512vl",
+        "avx512bf16"
     );
-    all.into_iter().filter(|(_, here)| *here).map(|(name, _)| name).collect()
+    all.into_iter()
+        .filter(|(_, here)| *here)
+        .map(|(name, _)| name)
+        .collect()
 }
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -103,7 +120,11 @@ impl Memory {
             cgroups: facts
                 .cgroups
                 .iter()
-                .map(|g| Cgroup { path: g.path.clone(), limit: g.limit, used: g.used })
+                .map(|g| Cgroup {
+                    path: g.path.clone(),
+                    limit: g.limit,
+                    used: g.used,
+                })
                 .collect(),
             page: facts.page_size,
             huge_pages: facts.huge_pages,
@@ -131,7 +152,10 @@ impl Gpu {
     pub(super) fn look(nvrtc: Option<&Path>) -> Self {
         let mut devices: Vec<String> = entries(Path::new("/dev"))
             .filter(|path| {
-                let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+                let name = path
+                    .file_name()
+                    .and_then(|name| name.to_str())
+                    .unwrap_or_default();
                 name.strip_prefix("nvidia")
                     .is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
             })
@@ -140,11 +164,15 @@ impl Gpu {
         devices.sort();
         let nvrtc = match nvrtc {
             Some(path) => path.exists().then(|| path.display().to_string()),
-            None => ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"].into_iter().find_map(library),
+            None => ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+                .into_iter()
+                .find_map(library),
         };
         Self {
             devices,
-            driver: fs::read_to_string("/sys/module/nvidia/version").ok().map(|v| v.trim().to_owned()),
+            driver: fs::read_to_string("/sys/module/nvidia/version")
+                .ok()
+                .map(|v| v.trim().to_owned()),
             driver_library: library("libcuda.so.1"),
             nvrtc,
         }
@@ -183,7 +211,10 @@ pub(super) fn library(name: &str) -> Option<String> {
 fn loader_directories(conf: &Path, depth: usize) -> Vec<PathBuf> {
     let text = fs::read_to_string(conf).unwrap_or_default();
     let mut directories = Vec::new();
-    for line in text.lines().map(|line| line.split('#').next().unwrap_or_default().trim()) {
+    for line in text
+        .lines()
+        .map(|line| line.split('#').next().unwrap_or_default().trim())
+    {
         match line.strip_prefix("include ") {
             // A pattern such as /etc/ld.so.conf.d/*.conf; nobody nests deeper.
             Some(pattern) if depth == 0 => {
@@ -193,7 +224,11 @@ fn loader_directories(conf: &Path, depth: usize) -> Vec<PathBuf> {
                     .filter(|path| path.extension().is_some_and(|e| e == "conf"))
                     .collect();
                 files.sort();
-                directories.extend(files.iter().flat_map(|file| loader_directories(file, depth + 1)));
+                directories.extend(
+                    files
+                        .iter()
+                        .flat_map(|file| loader_directories(file, depth + 1)),
+                );
             }
             Some(_) => {}
             None if line.starts_with('/') => directories.push(PathBuf::from(line)),
@@ -204,5 +239,9 @@ fn loader_directories(conf: &Path, depth: usize) -> Vec<PathBuf> {
 }
 
 fn entries(directory: &Path) -> impl Iterator<Item = PathBuf> {
-    fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path())
+    fs::read_dir(directory)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path())
 }

@@ -71,7 +71,11 @@ impl Diagnosis {
             libfabric: machine::library("libfabric.so.1"),
             settings: settings
                 .iter()
-                .map(|s| Setting { name: s.name, value: s.value, from: s.origin.to_string() })
+                .map(|s| Setting {
+                    name: s.name,
+                    value: s.value,
+                    from: s.origin.to_string(),
+                })
                 .collect(),
             engine: engine(settings),
             advice: Vec::new(),
@@ -94,13 +98,22 @@ fn engine(settings: &Settings) -> Engine {
             used: Some(buffer.engine()),
             why: "a buffer of one rank was made with it".into(),
         },
-        Err(error) => Engine { asked_for, used: None, why: error.to_string() },
+        Err(error) => Engine {
+            asked_for,
+            used: None,
+            why: error.to_string(),
+        },
     }
 }
 
 fn advice(diagnosis: &Diagnosis) -> Vec<Advice> {
     let mut advice = Vec::new();
-    let mut add = |what: &str, todo: &str| advice.push(Advice { what: what.into(), todo: todo.into() });
+    let mut add = |what: &str, todo: &str| {
+        advice.push(Advice {
+            what: what.into(),
+            todo: todo.into(),
+        })
+    };
     if diagnosis.engine.used.is_none() {
         add(
             "no engine can be used with these settings",
@@ -114,7 +127,10 @@ fn advice(diagnosis: &Diagnosis) -> Vec<Advice> {
         );
     }
     if diagnosis.cpu.usable < 2 {
-        add("this process may use one core only", "ranks take turns on it; allow more cores (taskset, cgroup) for speed");
+        add(
+            "this process may use one core only",
+            "ranks take turns on it; allow more cores (taskset, cgroup) for speed",
+        );
     }
     let memory = &diagnosis.memory;
     if memory.obtainable < 1 << 30 {

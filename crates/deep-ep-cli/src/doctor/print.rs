@@ -9,7 +9,11 @@ pub(super) fn text(diagnosis: &Diagnosis) -> String {
         lines.push(String::new());
         lines.push(title.to_owned());
         let width = facts.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
-        lines.extend(facts.into_iter().map(|(name, value)| format!("  {name:width$}  {value}")));
+        lines.extend(
+            facts
+                .into_iter()
+                .map(|(name, value)| format!("  {name:width$}  {value}")),
+        );
     };
     section("Processor", processor(diagnosis));
     section("Memory", memory(diagnosis));
@@ -20,7 +24,10 @@ pub(super) fn text(diagnosis: &Diagnosis) -> String {
         "Engine",
         vec![
             ("asked for", engine.asked_for.clone()),
-            ("used", format!("{} ({})", engine.used.unwrap_or("none"), engine.why)),
+            (
+                "used",
+                format!("{} ({})", engine.used.unwrap_or("none"), engine.why),
+            ),
         ],
     );
     lines.push(String::new());
@@ -43,7 +50,10 @@ fn or_none(value: &Option<String>) -> String {
 fn processor(diagnosis: &Diagnosis) -> Vec<(&'static str, String)> {
     let cpu = &diagnosis.cpu;
     vec![
-        ("model", cpu.model.clone().unwrap_or_else(|| "unknown".into())),
+        (
+            "model",
+            cpu.model.clone().unwrap_or_else(|| "unknown".into()),
+        ),
         ("cores", format!("{} usable of {}", cpu.usable, cpu.online)),
         ("SIMD", cpu.simd.join(" ")),
         ("codec and sums use", cpu.codec.into()),
@@ -60,13 +70,24 @@ fn memory(diagnosis: &Diagnosis) -> Vec<(&'static str, String)> {
         ("can be had now", bytes(memory.obtainable)),
     ];
     for group in &memory.cgroups {
-        let used = format!("{} of {} used in {}", bytes(group.used), bytes(group.limit), group.path.display());
+        let used = format!(
+            "{} of {} used in {}",
+            bytes(group.used),
+            bytes(group.limit),
+            group.path.display()
+        );
         facts.push(("control group", used));
     }
     facts.extend([
         ("page", format!("{} bytes", memory.page)),
         ("huge pages, private", pages(&memory.huge_pages)),
-        ("huge pages, shared", format!("{} (used when granted, never needed)", pages(&memory.shared_huge_pages))),
+        (
+            "huge pages, shared",
+            format!(
+                "{} (used when granted, never needed)",
+                pages(&memory.shared_huge_pages)
+            ),
+        ),
         ("address space", limit(memory.address_space)),
         ("locked memory", limit(memory.locked)),
     ]);
@@ -91,7 +112,13 @@ fn devices(diagnosis: &Diagnosis) -> Vec<(&'static str, String)> {
 }
 
 fn settings(diagnosis: &Diagnosis) -> Vec<(&'static str, String)> {
-    let width = diagnosis.settings.iter().map(|s| s.value.len()).max().unwrap_or(0).min(40);
+    let width = diagnosis
+        .settings
+        .iter()
+        .map(|s| s.value.len())
+        .max()
+        .unwrap_or(0)
+        .min(40);
     diagnosis
         .settings
         .iter()

@@ -95,7 +95,10 @@ impl<'a> Calls<'a> {
         let (x, scales, topk_idx, topk_weights) = match &arrived.lent {
             Some(lent) => (
                 lent.x.as_bytes(),
-                lent.scales.as_ref().map(|s| s.as_slice::<f32>()).transpose()?,
+                lent.scales
+                    .as_ref()
+                    .map(|s| s.as_slice::<f32>())
+                    .transpose()?,
                 lent.topk_idx.as_tensor(),
                 lent.topk_weights.as_slice::<f32>()?,
             ),
@@ -113,13 +116,26 @@ impl<'a> Calls<'a> {
                 (x, scales, idx, &memory.weights[..n * top_k])
             }
         };
-        Ok(Received { x, scales, topk_idx, topk_weights, counts: &arrived.counts, handle: &arrived.handle })
+        Ok(Received {
+            x,
+            scales,
+            topk_idx,
+            topk_weights,
+            counts: &arrived.counts,
+            handle: &arrived.handle,
+        })
     }
 }
 
 impl Memory {
     /// Makes room for `n` rows and returns it as outputs.
-    fn output(&mut self, n: usize, sizes: Sizes, fp8: bool, ids: &Ids) -> Result<DispatchOutput<'_>> {
+    fn output(
+        &mut self,
+        n: usize,
+        sizes: Sizes,
+        fp8: bool,
+        ids: &Ids,
+    ) -> Result<DispatchOutput<'_>> {
         let Sizes { hidden, top_k, .. } = sizes;
         let blocks = hidden / SCALE_BLOCK;
         let (x, scales) = if fp8 {
@@ -145,7 +161,12 @@ impl Memory {
         };
         at_least(&mut self.weights, n * top_k, 0.0);
         let topk_weights = TensorMut::new(&mut self.weights, &[n, top_k])?;
-        Ok(DispatchOutput { x, scales, topk_idx: Some(topk_idx), topk_weights: Some(topk_weights) })
+        Ok(DispatchOutput {
+            x,
+            scales,
+            topk_idx: Some(topk_idx),
+            topk_weights: Some(topk_weights),
+        })
     }
 
     /// Values that no row has.
@@ -171,13 +192,20 @@ impl super::Calls for Calls<'_> {
 
     fn dispatch(&mut self) -> Result<()> {
         let batch = self.rank.batch;
-        let topk = TopK { idx: batch.topk_idx()?, weights: Some(batch.topk_weights()?) };
-        let routes = Routes::TopK { topk, num_experts: self.sizes.experts };
+        let topk = TopK {
+            idx: batch.topk_idx()?,
+            weights: Some(batch.topk_weights()?),
+        };
+        let routes = Routes::TopK {
+            topk,
+            num_experts: self.sizes.experts,
+        };
         let mut input = match &self.fp8 {
             None => DispatchInput::new(batch.x()?, routes),
-            Some(rows) => {
-                DispatchInput { scales: Some(rows.scales()?), ..DispatchInput::new(rows.codes()?, routes) }
-            }
+            Some(rows) => DispatchInput {
+                scales: Some(rows.scales()?),
+                ..DispatchInput::new(rows.codes()?, routes)
+            },
         };
         let caller = self.rank.options.outputs == Outputs::Caller;
         if caller {
@@ -186,18 +214,32 @@ impl super::Calls for Calls<'_> {
         let mut pending = self.rank.buffer.dispatch(input)?;
         self.received = Some(if caller {
             let rows = pending.counts()?.output_rows;
-            let output = self.memory.output(rows, self.sizes, self.fp8.is_some(), &batch.topk_idx)?;
+            let output =
+                self.memory
+                    .output(rows, self.sizes, self.fp8.is_some(), &batch.topk_idx)?;
             let (counts, handle) = pending.finish_into(output)?;
-            Arrived { counts, handle, lent: None }
+            Arrived {
+                counts,
+                handle,
+                lent: None,
+            }
         } else {
             let received = pending.finish()?;
             let lent = Lent {
                 x: received.x,
                 scales: received.scales,
-                topk_idx: received.topk_idx.context("dispatch returned no top-k indices")?,
-                topk_weights: received.topk_weights.context("dispatch returned no top-k weights")?,
+                topk_idx: received
+                    .topk_idx
+                    .context("dispatch returned no top-k indices")?,
+                topk_weights: received
+                    .topk_weights
+                    .context("dispatch returned no top-k weights")?,
             };
-            Arrived { counts: received.counts, handle: received.handle, lent: Some(lent) }
+            Arrived {
+                counts: received.counts,
+                handle: received.handle,
+                lent: Some(lent),
+            }
         });
         Ok(())
     }
@@ -239,15 +281,25 @@ impl super::Calls for Calls<'_> {
 
     fn combine(&mut self) -> Result<()> {
         let shape = [self.rank.batch.tokens(), self.sizes.hidden];
-        let arrived = self.received.as_ref().context("nothing was dispatched yet")?;
+        let arrived = self
+            .received
+            .as_ref()
+            .context("nothing was dispatched yet")?;
         let rows = match &self.outputs {
             ExpertOutputs::Loan(loan) => CombineRows::Loan(loan.as_ref().context("no loan")?),
-            ExpertOutputs::Caller(memory) => {
-                CombineRows::Caller(Tensor::new(memory, &[arrived.counts.rows, self.sizes.hidden])?)
-            }
+            ExpertOutputs::Caller(memory) => CombineRows::Caller(Tensor::new(
+                memory,
+                &[arrived.counts.rows, self.sizes.hidden],
+            )?),
         };
-        let pending = self.rank.buffer.combine(CombineInput::new(rows, &arrived.handle))?;
-        pending.finish_into(CombineOutput::new(TensorMut::new(&mut self.combined, &shape)?))?;
+        let pending = self
+            .rank
+            .buffer
+            .combine(CombineInput::new(rows, &arrived.handle))?;
+        pending.finish_into(CombineOutput::new(TensorMut::new(
+            &mut self.combined,
+            &shape,
+        )?))?;
         Ok(())
     }
 
@@ -256,7 +308,10 @@ impl super::Calls for Calls<'_> {
     }
 
     fn expert_load(&self) -> Vec<usize> {
-        self.received.as_ref().map(|r| r.counts.tokens_per_expert.clone()).unwrap_or_default()
+        self.received
+            .as_ref()
+            .map(|r| r.counts.tokens_per_expert.clone())
+            .unwrap_or_default()
     }
 
     fn received_rows(&self) -> usize {
@@ -266,15 +321,9 @@ impl super::Calls for Calls<'_> {
     fn sent_rows(&self) -> usize {
         let batch = self.rank.batch;
         let per_rank = self.sizes.experts / self.rank.options.ranks;
-        (0..batch.tokens()).map(|t| batch.distinct(t, per_rank)).sum()
-    }
-
-    fn dispatch_row_bytes(&self) -> usize {
-        let hidden = self.sizes.hidden;
-        match self.fp8 {
-            None => hidden * size_of::<bf16>(),
-            Some(_) => hidden + hidden / SCALE_BLOCK * size_of::<f32>(),
-        }
+        (0..batch.tokens())
+            .map(|t| batch.distinct(t, per_rank))
+            .sum()
     }
 
     fn take_combined(self) -> Vec<bf16> {

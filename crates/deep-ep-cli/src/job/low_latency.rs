@@ -47,11 +47,19 @@ impl Scales {
     fn new(shape: [usize; 3]) -> Self {
         let column = shape[1].next_multiple_of(4);
         let strides = [shape[2] * column, 1, column];
-        Self { memory: vec![0.0; shape[0] * strides[0]], shape, strides }
+        Self {
+            memory: vec![0.0; shape[0] * strides[0]],
+            shape,
+            strides,
+        }
     }
 
     fn tensor(&mut self) -> Result<TensorMut<'_>> {
-        Ok(TensorMut::strided(&mut self.memory, &self.shape, &self.strides)?)
+        Ok(TensorMut::strided(
+            &mut self.memory,
+            &self.shape,
+            &self.strides,
+        )?)
     }
 }
 
@@ -81,7 +89,10 @@ impl<'a> Calls<'a> {
     }
 
     fn view(&self) -> Result<LowLatencyReceived<'_>> {
-        let (recv_count, handle) = self.received.as_ref().context("nothing was dispatched yet")?;
+        let (recv_count, handle) = self
+            .received
+            .as_ref()
+            .context("nothing was dispatched yet")?;
         Ok(LowLatencyReceived {
             x: match self.x.dtype() {
                 DType::Bf16 => bytemuck::cast_slice(self.x.as_slice::<bf16>()?),
@@ -155,13 +166,17 @@ impl super::Calls for Calls<'_> {
     fn combine(&mut self) -> Result<()> {
         let batch = self.rank.batch;
         let shape = [batch.tokens(), self.sizes.hidden];
-        let (_, handle) = self.received.as_ref().context("nothing was dispatched yet")?;
+        let (_, handle) = self
+            .received
+            .as_ref()
+            .context("nothing was dispatched yet")?;
         let rows = match (&self.loan, &self.outputs) {
             (Some(loan), _) => CombineRows::Loan(loan),
             (None, Some(memory)) => CombineRows::Caller(memory.as_tensor()),
             (None, None) => anyhow::bail!("the experts did not run"),
         };
-        let input = LowLatencyCombineInput::new(rows, batch.topk_idx()?, batch.topk_weights()?, handle);
+        let input =
+            LowLatencyCombineInput::new(rows, batch.topk_idx()?, batch.topk_weights()?, handle);
         let pending = self.rank.buffer.low_latency_combine(input)?;
         pending.finish_into(TensorMut::new(&mut self.combined, &shape)?)?;
         Ok(())
@@ -172,7 +187,9 @@ impl super::Calls for Calls<'_> {
     }
 
     fn expert_load(&self) -> Vec<usize> {
-        self.received.as_ref().map_or(Vec::new(), |(counts, _)| counts.iter().map(|&n| n as usize).collect())
+        self.received.as_ref().map_or(Vec::new(), |(counts, _)| {
+            counts.iter().map(|&n| n as usize).collect()
+        })
     }
 
     fn received_rows(&self) -> usize {
@@ -182,14 +199,6 @@ impl super::Calls for Calls<'_> {
     fn sent_rows(&self) -> usize {
         let batch = self.rank.batch;
         (0..batch.tokens()).map(|t| batch.distinct(t, 1)).sum()
-    }
-
-    fn dispatch_row_bytes(&self) -> usize {
-        let hidden = self.sizes.hidden;
-        match self.scales {
-            None => hidden * size_of::<bf16>(),
-            Some(_) => hidden + hidden / SCALE_BLOCK * size_of::<f32>(),
-        }
     }
 
     fn take_combined(self) -> Vec<bf16> {

@@ -8,19 +8,26 @@ mod rows;
 use std::time::Instant;
 
 use anyhow::Result;
-use deep_ep::{Buffer, BufferConfig, Communicator, EngineKind, LowLatencyConfig};
+use deep_ep::{
+    Buffer, BufferConfig, Communicator, EngineChoice as Engine, LowLatencyConfig,
+    codec::SCALE_BLOCK,
+};
 use half::bf16;
 
 use crate::{
     batch::Batch,
-    options::{EngineChoice, Mode, Options},
+    options::{EngineChoice, Mode, Options, RowType},
     report::{Check, Copied, Memory, RankReport},
     source::Input,
     verify::Verifier,
 };
 
 /// Does the job of the communicator's rank.
-pub(crate) fn run(communicator: Communicator, input: &Input, options: &Options) -> Result<RankReport> {
+pub(crate) fn run(
+    communicator: Communicator,
+    input: &Input,
+    options: &Options,
+) -> Result<RankReport> {
     if let Some(timeout) = options.timeout {
         communicator.set_timeout(timeout);
     }
@@ -28,7 +35,12 @@ pub(crate) fn run(communicator: Communicator, input: &Input, options: &Options) 
     let batch = input.shard(rank, options.ranks);
     let buffer = Buffer::new(&communicator, config(input, options)?)?;
     let verifier = options.verify.then(|| Verifier::new(rank, input, options));
-    let rank = Rank { rank, batch: &batch, buffer: &buffer, options };
+    let rank = Rank {
+        rank,
+        batch: &batch,
+        buffer: &buffer,
+        options,
+    };
     let report = match options.mode {
         Mode::HighThroughput => rank.measure(high_throughput::Calls::new(rank)?, verifier),
         Mode::LowLatency => rank.measure(low_latency::Calls::new(rank, input)?, verifier),
@@ -43,9 +55,9 @@ fn config(input: &Input, options: &Options) -> Result<BufferConfig> {
     let mut config = BufferConfig::from_env()?;
     if let Some(engine) = options.engine {
         config.engine = match engine {
-            EngineChoice::Auto => EngineKind::Auto,
-            EngineChoice::Cpu => EngineKind::Cpu,
-            EngineChoice::Cuda => EngineKind::Cuda,
+            EngineChoice::Auto => Engine::Auto,
+            EngineChoice::Cpu => Engine::Cpu,
+            EngineChoice::Cuda => Engine::Cuda,
         };
     }
     if let Some(timeout) = options.timeout {
@@ -101,8 +113,6 @@ trait Calls {
     fn received_rows(&self) -> usize;
     /// Rows that this rank sends.
     fn sent_rows(&self) -> usize;
-    /// Bytes of a dispatched row with its scales.
-    fn dispatch_row_bytes(&self) -> usize;
     /// `[T, H]`.
     fn take_combined(self) -> Vec<bf16>;
 }
@@ -114,7 +124,9 @@ impl Rank<'_> {
         let (mut dispatch, mut combine) = (Measured::default(), Measured::default());
         let mut check: Option<Check> = None;
         for iteration in 0..=last {
-            let checked = verifier.as_ref().filter(|_| iteration == 0 || iteration == last);
+            let checked = verifier
+                .as_ref()
+                .filter(|_| iteration == 0 || iteration == last);
             calls.reset(checked.is_some())?;
             let timed = iteration >= warmup;
             dispatch.time(self.buffer, timed, || calls.dispatch())?;
@@ -124,13 +136,19 @@ impl Rank<'_> {
                 check.get_or_insert_default().merge(calls.check(verifier)?);
             }
         }
+        let (hidden, fp8) = (self.batch.sizes.hidden, self.options.dtype == RowType::Fp8);
         Ok(RankReport {
             engine: self.buffer.engine().into(),
             tokens: self.batch.tokens(),
             sent_rows: calls.sent_rows(),
             received_rows: calls.received_rows(),
-            dispatch_row_bytes: calls.dispatch_row_bytes(),
-            combine_row_bytes: self.batch.sizes.hidden * size_of::<bf16>(),
+            dispatch_row_bytes: hidden * if fp8 { 1 } else { size_of::<bf16>() },
+            scale_bytes: if fp8 {
+                hidden / SCALE_BLOCK * size_of::<f32>()
+            } else {
+                0
+            },
+            combine_row_bytes: hidden * size_of::<bf16>(),
             expert_load: calls.expert_load(),
             dispatch_ns: dispatch.ns,
             combine_ns: combine.ns,
@@ -152,7 +170,12 @@ struct Measured {
 
 impl Measured {
     /// Runs `call` when all ranks are ready for it; keeps its time if `timed`.
-    fn time(&mut self, buffer: &Buffer, timed: bool, call: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn time(
+        &mut self,
+        buffer: &Buffer,
+        timed: bool,
+        call: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let before = buffer.statistics();
         buffer.barrier()?;
         let start = Instant::now();
@@ -160,7 +183,8 @@ impl Measured {
         let elapsed = start.elapsed();
         if timed {
             self.ns.push(elapsed.as_nanos() as u64);
-            self.copied.add(Copied::between(&before, &buffer.statistics()));
+            self.copied
+                .add(Copied::between(&before, &buffer.statistics()));
         }
         Ok(())
     }

@@ -24,12 +24,22 @@ impl Fp8Rows {
         let blocks = hidden / SCALE_BLOCK;
         let mut codes = vec![F8E4M3(0); tokens * hidden];
         let mut scales = vec![0.0; tokens * blocks];
-        for ((t, codes), scales) in
-            (0..tokens).zip(codes.chunks_exact_mut(hidden)).zip(scales.chunks_exact_mut(blocks))
+        for ((t, codes), scales) in (0..tokens)
+            .zip(codes.chunks_exact_mut(hidden))
+            .zip(scales.chunks_exact_mut(blocks))
         {
-            codec::quantize_row(batch.row(t), cast_slice_mut(codes), scales, ScaleFormat::F32);
+            codec::quantize_row(
+                batch.row(t),
+                cast_slice_mut(codes),
+                scales,
+                ScaleFormat::F32,
+            );
         }
-        Self { codes, scales, shape: [tokens, hidden] }
+        Self {
+            codes,
+            scales,
+            shape: [tokens, hidden],
+        }
     }
 
     /// `[T, H]`.
@@ -39,7 +49,10 @@ impl Fp8Rows {
 
     /// `[T, H/128]`.
     pub(super) fn scales(&self) -> Result<Tensor<'_>> {
-        Ok(Tensor::new(&self.scales, &[self.shape[0], self.shape[1] / SCALE_BLOCK])?)
+        Ok(Tensor::new(
+            &self.scales,
+            &[self.shape[0], self.shape[1] / SCALE_BLOCK],
+        )?)
     }
 }
 

@@ -99,12 +99,19 @@ mod tests {
 
     #[test]
     fn the_cause_is_named_before_its_consequences() {
-        let failure = |rank, cause, message: &str| Failure { rank, cause, message: message.into() };
+        let failure = |rank, cause, message: &str| Failure {
+            rank,
+            cause,
+            message: message.into(),
+        };
         let failures = Failures::new(vec![
             failure(0, Cause::Peer, "lost rank 2"),
             failure(1, Cause::Peer, "lost rank 2"),
             failure(2, Cause::Died, "killed by signal 9"),
         ]);
-        assert_eq!(failures.to_string(), "rank 2: killed by signal 9\nrank 0: lost rank 2");
+        assert_eq!(
+            failures.to_string(),
+            "rank 2: killed by signal 9\nrank 0: lost rank 2"
+        );
     }
 }

@@ -16,7 +16,7 @@ use std::{
     net::TcpListener,
     os::unix::process::{CommandExt, ExitStatusExt},
     process::{Child, ChildStdin, ChildStdout, Command, ExitCode, ExitStatus, Stdio},
-    sync::mpsc::{self, RecvTimeoutError},
+    sync::mpsc,
     thread,
     time::{Duration, Instant},
 };
@@ -44,8 +44,14 @@ struct Task {
 /// What it answers. `combined` bytes follow the line.
 #[derive(Debug, Serialize, Deserialize)]
 enum Outcome {
-    Done { report: Box<RankReport>, combined: Option<usize> },
-    Failed { peer: bool, message: String },
+    Done {
+        report: Box<RankReport>,
+        combined: Option<usize>,
+    },
+    Failed {
+        peer: bool,
+        message: String,
+    },
 }
 
 /// The launcher's side.
@@ -100,7 +106,10 @@ impl Ranks {
             ("DEEP_EP_SECRET", secret()?),
         ];
         let (sender, answers) = mpsc::channel();
-        let mut this = Self { children: Vec::with_capacity(count), answers };
+        let mut this = Self {
+            children: Vec::with_capacity(count),
+            answers,
+        };
         for rank in 0..count {
             // The running program itself, even if its file was replaced meanwhile.
             let mut child = Command::new("/proc/self/exe")
@@ -133,25 +142,40 @@ impl Ranks {
             None => self.answers.recv().ok(),
             Some(deadline) => {
                 let left = deadline.saturating_duration_since(Instant::now());
-                match self.answers.recv_timeout(left) {
-                    Ok(outcome) => Some(outcome),
-                    Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-                }
+                self.answers.recv_timeout(left).ok()
             }
         }
     }
 
     /// Puts together what a rank said and how it ended.
     fn judge(&mut self, rank: usize, answer: Answer) -> Result<RankReport, Failure> {
-        let fail = |cause, message| Err(Failure { rank, cause, message });
+        let fail = |cause, message| {
+            Err(Failure {
+                rank,
+                cause,
+                message,
+            })
+        };
         let status = self.children[rank].wait();
         match answer {
             Ok((Outcome::Done { mut report, .. }, combined)) => {
                 report.combined = combined;
                 Ok(*report)
             }
-            Ok((Outcome::Failed { peer: true, message }, _)) => fail(Cause::Peer, message),
-            Ok((Outcome::Failed { peer: false, message }, _)) => fail(Cause::Own, message),
+            Ok((
+                Outcome::Failed {
+                    peer: true,
+                    message,
+                },
+                _,
+            )) => fail(Cause::Peer, message),
+            Ok((
+                Outcome::Failed {
+                    peer: false,
+                    message,
+                },
+                _,
+            )) => fail(Cause::Own, message),
             Err(error) => fail(
                 Cause::Died,
                 match status {
@@ -197,13 +221,23 @@ fn converse(mut stdin: ChildStdin, stdout: ChildStdout, task: &str) -> Answer {
     let mut line = Vec::new();
     stdout.read_until(b'\n', &mut line)?;
     ensure!(!line.is_empty(), "without a report");
-    let outcome: Outcome = serde_json::from_slice(&line).context("with a report that cannot be read")?;
+    let outcome: Outcome =
+        serde_json::from_slice(&line).context("with a report that cannot be read")?;
     let combined = match outcome {
-        Outcome::Done { combined: Some(bytes), .. } => {
+        Outcome::Done {
+            combined: Some(bytes),
+            ..
+        } => {
             let mut rows = Vec::new();
             stdout.take(bytes as u64).read_to_end(&mut rows)?;
             ensure!(rows.len() == bytes, "while it sent its combined rows");
-            Some(rows.as_chunks::<2>().0.iter().map(|b| bf16::from_le_bytes(*b)).collect())
+            Some(
+                rows.as_chunks::<2>()
+                    .0
+                    .iter()
+                    .map(|b| bf16::from_le_bytes(*b))
+                    .collect(),
+            )
         }
         _ => None,
     };
@@ -234,11 +268,23 @@ pub(crate) fn serve() -> Result<ExitCode> {
         Ok(mut report) => {
             let combined = report.combined.take();
             let bytes = combined.as_ref().map(|rows| rows.len() * 2);
-            (Outcome::Done { report: Box::new(report), combined: bytes }, combined)
+            (
+                Outcome::Done {
+                    report: Box::new(report),
+                    combined: bytes,
+                },
+                combined,
+            )
         }
         Err(error) => {
             let peer = Cause::of(&error) == Cause::Peer;
-            (Outcome::Failed { peer, message: format!("{error:#}") }, None)
+            (
+                Outcome::Failed {
+                    peer,
+                    message: format!("{error:#}"),
+                },
+                None,
+            )
         }
     };
     let mut stdout = std::io::stdout().lock();

@@ -21,7 +21,12 @@ pub(super) fn run(input: &Input, options: &Options) -> Result<Vec<RankReport>> {
                     .with_context(|| format!("cannot start the thread of rank {rank}"))
             })
             .collect::<Result<Vec<_>>>()?;
-        Ok::<_, anyhow::Error>(threads.into_iter().map(thread::ScopedJoinHandle::join).collect::<Vec<_>>())
+        Ok::<_, anyhow::Error>(
+            threads
+                .into_iter()
+                .map(thread::ScopedJoinHandle::join)
+                .collect::<Vec<_>>(),
+        )
     })?;
 
     let mut reports = Vec::with_capacity(options.ranks);

@@ -59,18 +59,33 @@ impl Received<'_> {
 
 impl Verifier<'_> {
     /// Rows, indices, weights, counts and source tokens, and the combined result.
-    pub(crate) fn high_throughput(&self, received: &Received<'_>, combined: &[bf16]) -> Result<Check> {
+    pub(crate) fn high_throughput(
+        &self,
+        received: &Received<'_>,
+        combined: &[bf16],
+    ) -> Result<Check> {
         let mut check = Check::default();
         let source_tokens = received.handle.recv_src_idx().as_slice::<i32>()?;
         let mut tokens_per_expert = vec![0; self.sizes().experts / self.ranks()];
         let mut begin = 0;
         for source in 0..self.ranks() {
             let (batch, ids) = self.shard(source);
-            let inputs = self.only(source, self.rank_input(batch.tokens(), cast_slice(&batch.x), &ids, &batch.topk_weights));
+            let inputs = self.only(
+                source,
+                self.rank_input(
+                    batch.tokens(),
+                    cast_slice(&batch.x),
+                    &ids,
+                    &batch.topk_weights,
+                ),
+            );
             let right = dispatch_to(self.rank, &inputs, self.sizes().experts, 1);
             let rows = received.counts.rows_from.get(source).copied().unwrap_or(0);
             check.expect(rows == right.rows(), || {
-                format!("{rows} rows came from rank {source}, it should be {}", right.rows())
+                format!(
+                    "{rows} rows came from rank {source}, it should be {}",
+                    right.rows()
+                )
             });
             if check.mismatch.is_some() || received.counts.rows < begin + rows {
                 break;
@@ -83,19 +98,33 @@ impl Verifier<'_> {
                     format!("row {} is said to be token {said:?} of rank {source}, it should be {token}", begin + n)
                 });
             }
-            tokens_per_expert.iter_mut().zip(&right.tokens_per_expert).for_each(|(sum, n)| *sum += n);
+            tokens_per_expert
+                .iter_mut()
+                .zip(&right.tokens_per_expert)
+                .for_each(|(sum, n)| *sum += n);
             begin += rows;
         }
         let counts = received.counts;
-        check.expect(counts.rows == begin, || format!("{} rows came, it should be {begin}", counts.rows));
+        check.expect(counts.rows == begin, || {
+            format!("{} rows came, it should be {begin}", counts.rows)
+        });
         check.expect(counts.tokens_per_expert == tokens_per_expert, || {
-            format!("tokens per expert are {:?}, they should be {tokens_per_expert:?}", counts.tokens_per_expert)
+            format!(
+                "tokens per expert are {:?}, they should be {tokens_per_expert:?}",
+                counts.tokens_per_expert
+            )
         });
         self.compare_combined(&mut check, combined);
         Ok(check)
     }
 
-    fn rank_input<'b>(&self, tokens: usize, x: &'b [u8], ids: &'b [i64], weights: &'b [f32]) -> RankInput<'b> {
+    fn rank_input<'b>(
+        &self,
+        tokens: usize,
+        x: &'b [u8],
+        ids: &'b [i64],
+        weights: &'b [f32],
+    ) -> RankInput<'b> {
         let Sizes { hidden, top_k, .. } = self.sizes();
         RankInput {
             tokens,
@@ -130,34 +159,67 @@ impl Verifier<'_> {
             let cast = cast_row(cast_slice(right.x[n]), ScaleFormat::F32);
             if let Some(i) = first_difference(received.row(at), &cast.codes) {
                 let code = received.row(at).get(i).copied();
-                check.expect(false, || format!("code {i} {} is {code:?}, it should be {}", place(), cast.codes[i]));
+                check.expect(false, || {
+                    format!(
+                        "code {i} {} is {code:?}, it should be {}",
+                        place(),
+                        cast.codes[i]
+                    )
+                });
             }
             let bits = |scales: &[f32]| scales.iter().map(|s| s.to_bits()).collect::<Vec<_>>();
             let scales = received.row_scales(at).unwrap_or(&[]);
             check.expect(bits(scales) == bits(&cast.scales), || {
-                format!("scales {} are {scales:?}, they should be {:?}", place(), cast.scales)
+                format!(
+                    "scales {} are {scales:?}, they should be {:?}",
+                    place(),
+                    cast.scales
+                )
             });
         } else if received.row(at) != right.x[n] {
-            let (row, right): (&[bf16], &[bf16]) = (cast_slice(received.row(at)), cast_slice(right.x[n]));
+            let (row, right): (&[bf16], &[bf16]) =
+                (cast_slice(received.row(at)), cast_slice(right.x[n]));
             let i = first_difference(row, right).unwrap_or(0);
-            check.expect(false, || format!("element {i} {} is {}, it should be {}", place(), row[i], right[i]));
+            check.expect(false, || {
+                format!(
+                    "element {i} {} is {}, it should be {}",
+                    place(),
+                    row[i],
+                    right[i]
+                )
+            });
         }
         let top_k = self.sizes().top_k;
         let weights = right.topk_weights.as_deref().unwrap_or(&[]);
         for (k, (local, weight)) in received.choices(at).enumerate() {
             let expected = right.topk_idx[n * top_k + k];
-            check.expect(local == expected, || format!("index {k} {} is {local}, it should be {expected}", place()));
+            check.expect(local == expected, || {
+                format!("index {k} {} is {local}, it should be {expected}", place())
+            });
             let expected = weights[n * top_k + k];
             check.expect(weight.to_bits() == expected.to_bits(), || {
-                format!("weight {k} {} is {weight}, it should be {expected}", place())
+                format!(
+                    "weight {k} {} is {weight}, it should be {expected}",
+                    place()
+                )
             });
         }
     }
 
     fn compare_combined(&self, check: &mut Check, combined: &[bf16]) {
-        let Sizes { hidden, experts, .. } = self.sizes();
+        let Sizes {
+            hidden, experts, ..
+        } = self.sizes();
         let (batch, ids) = self.shard(self.rank);
-        let inputs = self.only(self.rank, self.rank_input(batch.tokens(), cast_slice(&batch.x), &ids, &batch.topk_weights));
+        let inputs = self.only(
+            self.rank,
+            self.rank_input(
+                batch.tokens(),
+                cast_slice(&batch.x),
+                &ids,
+                &batch.topk_weights,
+            ),
+        );
         let routes = CombineRoutes::of(self.rank, &inputs, experts);
         let per_rank = experts / self.ranks();
         let right = combine_at(&routes, hidden, &[], |rank, token| {
@@ -178,12 +240,20 @@ impl Verifier<'_> {
             if value.to_bits() != right.to_bits() {
                 check.error(value.to_f64(), right.to_f64());
                 check.expect(false, || {
-                    format!("combined[{}, {}] is {value}, it should be {right}", at / hidden, at % hidden)
+                    format!(
+                        "combined[{}, {}] is {value}, it should be {right}",
+                        at / hidden,
+                        at % hidden
+                    )
                 });
             }
         }
         check.expect(combined.len() == right.len(), || {
-            format!("combined has {} elements, it should have {}", combined.len(), right.len())
+            format!(
+                "combined has {} elements, it should have {}",
+                combined.len(),
+                right.len()
+            )
         });
     }
 }

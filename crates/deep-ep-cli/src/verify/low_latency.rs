@@ -42,7 +42,11 @@ impl LowLatencyReceived<'_> {
     pub(crate) fn row_scales(&self, local: usize, row: usize) -> Option<Vec<f32>> {
         let (scales, strides) = self.scales?;
         let first = local * strides[0] + row * strides[1];
-        Some((0..self.hidden / 128).map(|block| scales[first + block * strides[2]]).collect())
+        Some(
+            (0..self.hidden / 128)
+                .map(|block| scales[first + block * strides[2]])
+                .collect(),
+        )
     }
 }
 
@@ -53,17 +57,33 @@ impl Verifier<'_> {
         received: &LowLatencyReceived<'_>,
         combined: &[bf16],
     ) -> Result<Check> {
-        let Sizes { hidden, top_k, experts, .. } = self.sizes();
+        let Sizes {
+            hidden,
+            top_k,
+            experts,
+            ..
+        } = self.sizes();
         let mut check = Check::default();
         let source_tokens = received.handle.src_info().as_slice::<i32>()?;
         let ranges = received.handle.layout_range().as_slice::<i64>()?;
-        let empty = RankInput { tokens: 0, hidden, x: &[], top_k, topk_idx: &[] };
+        let empty = RankInput {
+            tokens: 0,
+            hidden,
+            x: &[],
+            top_k,
+            topk_idx: &[],
+        };
         let mut filled = vec![0; experts / self.ranks()];
         for source in 0..self.ranks() {
             let (batch, ids) = self.shard(source);
             let mut inputs = vec![empty; self.ranks()];
-            inputs[source] =
-                RankInput { tokens: batch.tokens(), hidden, x: &batch.x, top_k, topk_idx: &ids };
+            inputs[source] = RankInput {
+                tokens: batch.tokens(),
+                hidden,
+                x: &batch.x,
+                top_k,
+                topk_idx: &ids,
+            };
             let right = dispatch_to(self.rank, &inputs, experts, &vec![false; self.ranks()]);
             for (local, rows) in right.experts.iter().enumerate() {
                 let begin = filled[local];
@@ -80,9 +100,18 @@ impl Verifier<'_> {
                 filled[local] += rows.x.len();
             }
         }
-        check.expect(filled.iter().zip(received.recv_count).all(|(&a, &b)| a as i64 == i64::from(b)), || {
-            format!("rows per local expert are {:?}, they should be {filled:?}", received.recv_count)
-        });
+        check.expect(
+            filled
+                .iter()
+                .zip(received.recv_count)
+                .all(|(&a, &b)| a as i64 == i64::from(b)),
+            || {
+                format!(
+                    "rows per local expert are {:?}, they should be {filled:?}",
+                    received.recv_count
+                )
+            },
+        );
         self.compare_weighted(&mut check, combined);
         Ok(check)
     }
@@ -98,10 +127,16 @@ impl Verifier<'_> {
             let row = begin + n;
             let (bytes, scales) = (received.row(local, row), received.row_scales(local, row));
             let (at, same_scales) = match &scales {
-                None => (first_difference(bytes, cast_slice(x)).map(|byte| byte / 2), true),
+                None => (
+                    first_difference(bytes, cast_slice(x)).map(|byte| byte / 2),
+                    true,
+                ),
                 Some(scales) => {
                     let right = cast_row(x, ScaleFormat::F32);
-                    let same = scales.iter().map(|s| s.to_bits()).eq(right.scales.iter().map(|s| s.to_bits()));
+                    let same = scales
+                        .iter()
+                        .map(|s| s.to_bits())
+                        .eq(right.scales.iter().map(|s| s.to_bits()));
                     (first_difference(bytes, &right.codes), same)
                 }
             };
@@ -111,13 +146,20 @@ impl Verifier<'_> {
                     right.src_info[n], right.src_rank[n]
                 )
             };
-            check.expect(at.is_none(), || format!("element {} of {} is wrong", at.unwrap_or(0), place()));
+            check.expect(at.is_none(), || {
+                format!("element {} of {} is wrong", at.unwrap_or(0), place())
+            });
             check.expect(same_scales, || format!("scales of {} are wrong", place()));
         }
     }
 
     fn compare_weighted(&self, check: &mut Check, combined: &[bf16]) {
-        let Sizes { hidden, top_k, experts, .. } = self.sizes();
+        let Sizes {
+            hidden,
+            top_k,
+            experts,
+            ..
+        } = self.sizes();
         let (batch, ids) = self.shard(self.rank);
         let masked = vec![false; self.ranks()];
         let input = CombineInput {
@@ -142,7 +184,10 @@ impl Verifier<'_> {
             for (at, (value, bound)) in combined.iter().zip(bounds).enumerate() {
                 check.error(value.to_f64(), bound.sum);
                 check.expect(bound.allows(*value), || {
-                    format!("combined[{token}, {at}] is {value}, it should be {} within {}", bound.sum, bound.tolerance)
+                    format!(
+                        "combined[{token}, {at}] is {value}, it should be {} within {}",
+                        bound.sum, bound.tolerance
+                    )
                 });
             }
         }

@@ -28,7 +28,11 @@ pub(crate) struct Verifier<'a> {
 
 impl<'a> Verifier<'a> {
     pub(crate) fn new(rank: usize, input: &'a Input, options: &'a Options) -> Self {
-        Self { rank, input, options }
+        Self {
+            rank,
+            input,
+            options,
+        }
     }
 
     fn ranks(&self) -> usize {
@@ -46,7 +50,9 @@ impl<'a> Verifier<'a> {
     /// The batch of one rank, with its ids as the reference wants them.
     fn shard(&self, rank: usize) -> (Batch, Vec<i64>) {
         let batch = self.input.shard(rank, self.ranks());
-        let ids = (0..batch.topk_idx.len()).map(|at| batch.topk_idx.get(at)).collect();
+        let ids = (0..batch.topk_idx.len())
+            .map(|at| batch.topk_idx.get(at))
+            .collect();
         (batch, ids)
     }
 }
@@ -86,7 +92,9 @@ fn cast_back(row: &deep_ep::reference::fp8::Fp8Row) -> Vec<bf16> {
     let blocks = row.codes.chunks(128).zip(&row.scales);
     blocks
         .flat_map(|(codes, scale)| {
-            codes.iter().map(move |&code| <bf16 as Number>::from_f32(decode(code) * scale))
+            codes
+                .iter()
+                .map(move |&code| <bf16 as Number>::from_f32(decode(code) * scale))
         })
         .collect()
 }
@@ -121,7 +129,16 @@ mod tests {
         let mut check = Check::default();
         check.expect(true, || unreachable!());
         check.expect(false, || "first".into());
-        check.merge(Check { max_abs_error: 2.0, mismatch: Some("second".into()) });
-        assert_eq!(check, Check { max_abs_error: 2.0, mismatch: Some("first".into()) });
+        check.merge(Check {
+            max_abs_error: 2.0,
+            mismatch: Some("second".into()),
+        });
+        assert_eq!(
+            check,
+            Check {
+                max_abs_error: 2.0,
+                mismatch: Some("first".into())
+            }
+        );
     }
 }

@@ -218,7 +218,7 @@ pub(crate) fn sweep(reports: &[JobReport]) -> String {
             .iter()
             .map(|(name, _, value)| format!("{name} {}", value(first)))
             .collect();
-        text = format!("{}\n\n", list.join(", "));
+        text = wrapped(&list) + "\n\n";
     }
     let names = columns.iter().map(|(name, ..)| name.replacen(' ', "\n", 1));
     let results = [
@@ -265,6 +265,28 @@ pub(crate) fn sweep(reports: &[JobReport]) -> String {
         .filter(|(_, r)| !r.mismatches.is_empty())
     {
         text += &format!("\nline {}: {}", n + 1, report.mismatches.join("; "));
+    }
+    text
+}
+
+/// Items with commas, in lines of a usual width.
+fn wrapped(items: &[String]) -> String {
+    const WIDTH: usize = 90;
+    let mut text = String::new();
+    let mut line = 0;
+    for (n, item) in items.iter().enumerate() {
+        let separator = match n {
+            0 => "",
+            _ if line + item.len() > WIDTH => ",\n",
+            _ => ", ",
+        };
+        line = if separator == ",\n" {
+            item.len()
+        } else {
+            line + separator.len() + item.len()
+        };
+        text += separator;
+        text += item;
     }
     text
 }

@@ -267,7 +267,12 @@ fn output(world: &World, calls: &Calls, n: usize, [owner, token, expert]: [usize
     let mut random = Random::new(&seed);
     match calls.wire {
         2 => random.row(calls.back_hidden),
-        // LogFMT's criterion is about random data, the tolerance about finite sums.
+        // LogFMT's criterion is about data such as models have.
+        1 => {
+            let values = (0..calls.back_hidden).map(|_| bf16::from_f32(random.normal()));
+            values.collect()
+        }
+        // The tolerance is about finite sums.
         _ => random.tame_row(calls.back_hidden),
     }
 }
@@ -379,8 +384,10 @@ fn check_combined(rank: Rank, world: &World, calls: &Calls, n: usize, combined: 
         return same_values(of, hidden, &exact, combined);
     }
     let difference = reference::difference(combined, &exact);
+    // The criterion is one of averages: few values may lie to one side of it.
+    let few = if combined.len() < 1024 { 4.0 } else { 1.0 };
     assert!(
-        difference < reference::LOGFMT_LIMIT,
+        difference < few * reference::LOGFMT_LIMIT,
         "{of}: difference {difference:e} by LogFMT"
     );
 }

@@ -40,6 +40,14 @@ impl Random {
         (self.next() >> 40) as f32 / (1u32 << 23) as f32 - 1.0
     }
 
+    /// Normally distributed (Box and Muller: A note on the generation of random normal deviates,
+    /// 1958).
+    pub(crate) fn normal(&mut self) -> f32 {
+        let uniform = |bits: u64| ((bits >> 40) + 1) as f32 / (1u32 << 24) as f32;
+        let (radius, angle) = (uniform(self.next()), uniform(self.next()));
+        (-2.0 * radius.ln()).sqrt() * (std::f32::consts::TAU * angle).cos()
+    }
+
     /// Of various magnitudes, so that sums depend on the order.
     pub(crate) fn value(&mut self) -> f32 {
         let power = self.below(12) as i32 - 8;

@@ -388,7 +388,9 @@ impl Sums<'_> {
     /// thread that works on its token writes it.
     #[allow(clippy::mut_from_ref)]
     unsafe fn slot(&self, index: usize, len: usize) -> &mut [u8] {
-        let at = self.halves.at(self.owner, self.this.half.row_at(index), len);
+        let at = self
+            .halves
+            .at(self.owner, self.this.half.row_at(index), len);
         // SAFETY: the caller's promise; nobody reads the row before it is delivered.
         unsafe { std::slice::from_raw_parts_mut(at, len) }
     }

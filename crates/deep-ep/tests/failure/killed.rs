@@ -64,14 +64,19 @@ fn kill_at_every_moment(kind: Kind) {
         if moment.others > 0 && together {
             thread::sleep(Duration::from_millis(20));
         }
-        players.iter_mut().for_each(|player| player.go(moment.others));
+        players
+            .iter_mut()
+            .for_each(|player| player.go(moment.others));
         thread::sleep(Duration::from_millis(60));
         let killed = Instant::now();
         dead.child.kill().unwrap();
         for player in &mut players {
             let (named, error) = player.until_error();
             let took = killed.elapsed();
-            println!("{kind:?}, rank {victim} killed {}: {took:?}: {error}", moment.what);
+            println!(
+                "{kind:?}, rank {victim} killed {}: {took:?}: {error}",
+                moment.what
+            );
             assert_eq!(named, format!("[{victim}]"), "{}: {error}", moment.what);
             assert!(took < Duration::from_secs(2), "{}: {took:?}", moment.what);
         }

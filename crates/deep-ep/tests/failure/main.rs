@@ -34,6 +34,9 @@ fn on_ranks<V: Send>(
                 })
             })
             .collect();
-        threads.into_iter().map(thread::ScopedJoinHandle::join).collect()
+        threads
+            .into_iter()
+            .map(thread::ScopedJoinHandle::join)
+            .collect()
     })
 }

@@ -117,9 +117,25 @@ fn masks_set_by_hand_split_the_group_until_they_are_taken_back() {
         let start = Instant::now();
         (2..8).for_each(|call| round(call).unwrap());
         assert!(start.elapsed() < TIMEOUT);
-        assert_eq!(buffer.masks().unwrap().iter().filter(|&&masked| masked).count(), 2);
+        assert_eq!(
+            buffer
+                .masks()
+                .unwrap()
+                .iter()
+                .filter(|&&masked| masked)
+                .count(),
+            2
+        );
         buffer.set_mask(Rank(RANKS - 1 - me), false).unwrap();
-        assert_eq!(buffer.masks().unwrap().iter().filter(|&&masked| masked).count(), 1);
+        assert_eq!(
+            buffer
+                .masks()
+                .unwrap()
+                .iter()
+                .filter(|&&masked| masked)
+                .count(),
+            1
+        );
         buffer.clear_masks().unwrap();
         assert_eq!(buffer.masks().unwrap(), [false; RANKS]);
         (8..20).for_each(|call| round(call).unwrap());

@@ -302,15 +302,12 @@ impl InFlight {
         {
             let k = self.own.terms.top_k;
             for (token, sums) in weights.chunks_exact_mut(k.max(1)).enumerate() {
-                sums.fill(0.0);
-                for (slot, part) in input.handle.plan().slots(token).iter().zip(parts) {
-                    if *slot >= 0 {
-                        let row = part.weights.row(*slot as usize).chunks_exact(4);
-                        for (sum, weight) in sums.iter_mut().zip(row) {
-                            *sum += f32::from_ne_bytes(weight.try_into().expect("4 bytes"));
-                        }
-                    }
-                }
+                let slots = input.handle.plan().slots(token).iter().zip(parts);
+                let rows: Vec<&[f32]> = slots
+                    .filter(|(slot, _)| **slot >= 0)
+                    .map(|(&slot, part)| typed(part.weights.row(slot as usize)))
+                    .collect();
+                codec::sum_rows(&[], &rows, sums, false);
             }
         }
     }

@@ -323,8 +323,10 @@ impl Group {
                 }
                 std::hint::spin_loop();
             }
-            self.check_abort()?;
+            // A rank that gave up raises the abort before it leaves: looked at in this order, it is
+            // not taken for the reason.
             let lost = self.lost(missing);
+            self.check_abort()?;
             // What a rank did before it left counts: look once more, now that it cannot change.
             if !lost.is_empty() && pass(missing)? {
                 return Ok(vec![]);
@@ -337,14 +339,20 @@ impl Group {
                 missing.retain(|rank| !absentees.contains(rank));
                 return Ok(absentees);
             }
-            if self.sleep(self.timeout - waited, || pass(missing))? {
-                return Ok(vec![]);
-            }
+            // Whatever rings the doorbell is looked for once more before sleeping.
+            self.sleep(self.timeout - waited, || {
+                Ok(pass(missing)? || self.has_ended(missing))
+            })?;
         }
     }
 
-    /// Sleeps until the doorbell rings, at most for `left`, unless `ready`; says whether it was.
-    fn sleep(&self, left: Duration, mut ready: impl FnMut() -> Result<bool>) -> Result<bool> {
+    /// Whether the group was aborted, or one of `ranks` has left.
+    fn has_ended(&self, ranks: &[usize]) -> bool {
+        self.control(self.rank).abort().raised().is_some() || !self.lost(ranks).is_empty()
+    }
+
+    /// Sleeps until the doorbell rings, at most for `left`, unless `ready`.
+    fn sleep(&self, left: Duration, mut ready: impl FnMut() -> Result<bool>) -> Result<()> {
         let doorbell = self.control(self.rank).doorbell();
         let mut found = Ok(false);
         doorbell.wait(
@@ -356,7 +364,7 @@ impl Group {
                 futex::wait(doorbell.rings, expected, Some(left));
             },
         );
-        found
+        found.map(drop)
     }
 
     /// Those of `ranks` that have left.

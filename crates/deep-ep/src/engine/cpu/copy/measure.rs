@@ -77,8 +77,8 @@ fn copy_share(
     let rows = total / row / threads;
     let first = thread * rows;
     let order = (first..first + rows).map(|i| (i * row, i * row));
-    // SAFETY: rows of this thread's own share, inside both ranges.
     for (to, from) in order {
+        // SAFETY: rows of this thread's own share, inside both ranges.
         unsafe { copy(dst.0.add(to), src.0.add(from), row, store) };
     }
     store_fence();

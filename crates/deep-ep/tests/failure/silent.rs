@@ -1,0 +1,165 @@
+//! Ranks that stay away, leave or panic.
+
+use std::{
+    panic::resume_unwind,
+    sync::Barrier,
+    thread,
+    time::{Duration, Instant},
+};
+
+use deep_ep::{BufferConfig, Error};
+
+use super::{
+    on_ranks,
+    player::Cast,
+    work::{self, Kind, STEPS},
+};
+
+const RANKS: usize = 4;
+const VICTIM: usize = 3;
+
+fn config(timeout: Duration) -> BufferConfig {
+    BufferConfig {
+        timeout,
+        ..work::config(RANKS)
+    }
+}
+
+/// Does rounds until the first error; the victim stops before step `stop` of the second round and
+/// stays until the others are done.
+fn errors_when_the_victim_stops_at(kind: Kind, stop: &'static str) -> Vec<(Error, Duration)> {
+    let done = Barrier::new(RANKS);
+    let outcomes = on_ranks(RANKS, &config(Duration::from_secs(2)), |buffer| {
+        work::round(&buffer, kind, 1, &mut |_| ()).unwrap();
+        let me = buffer.rank().0;
+        let mut step = |name| {
+            if me == VICTIM && name == stop {
+                done.wait();
+                // Ends this round without another call.
+                resume_unwind(Box::new("the victim's part is over"));
+            }
+        };
+        let start = Instant::now();
+        let error = (2..).find_map(|call| work::round(&buffer, kind, call, &mut step).err());
+        let took = start.elapsed();
+        done.wait();
+        (error.unwrap(), took)
+    });
+    let outcomes = outcomes.into_iter().take(VICTIM);
+    outcomes.map(|outcome| outcome.unwrap()).collect()
+}
+
+#[test]
+fn a_rank_that_stays_away_is_named_with_operation_and_stage_after_the_deadline() {
+    thread::scope(|scope| {
+        for kind in Kind::ALL {
+            for stop in STEPS {
+                scope.spawn(move || {
+                    for (error, took) in errors_when_the_victim_stops_at(kind, stop) {
+                        println!("{kind:?}, silent before {stop}: {took:?}: {error}");
+                        assert_eq!(work::ranks_named(&error), [VICTIM], "{error}");
+                        assert!(took < Duration::from_secs(3), "{took:?}: {error}");
+                        let (Error::Timeout {
+                            operation, stage, ..
+                        }
+                        | Error::Aborted {
+                            operation, stage, ..
+                        }) = &error
+                        else {
+                            panic!("{error}");
+                        };
+                        assert!(operation.contains("dispatch") || operation.contains("combine"));
+                        assert!(!stage.is_empty() && stage != "unknown");
+                    }
+                });
+            }
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_stays_away_from_a_barrier_is_named() {
+    let done = Barrier::new(RANKS);
+    let outcomes = on_ranks(RANKS, &config(Duration::from_millis(500)), |buffer| {
+        buffer.barrier().unwrap();
+        let outcome = (buffer.rank().0 != VICTIM).then(|| buffer.barrier().unwrap_err());
+        done.wait();
+        outcome
+    });
+    for outcome in outcomes.into_iter().take(VICTIM) {
+        let error = outcome.unwrap().unwrap();
+        assert_eq!(work::ranks_named(&error), [VICTIM], "{error}");
+        assert!(error.to_string().contains("barrier"), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_drops_its_buffer_is_named_at_once() {
+    for kind in Kind::ALL {
+        let start = Instant::now();
+        let done = Barrier::new(RANKS);
+        let outcomes = on_ranks(RANKS, &config(Duration::from_secs(60)), |buffer| {
+            work::round(&buffer, kind, 1, &mut |_| ()).unwrap();
+            let me = buffer.rank().0;
+            if me == VICTIM {
+                drop(buffer);
+                done.wait();
+                return None;
+            }
+            let error = work::round(&buffer, kind, 2, &mut |_| ()).unwrap_err();
+            done.wait();
+            Some(error)
+        });
+        for outcome in outcomes.into_iter().take(VICTIM) {
+            let error = outcome.unwrap().unwrap();
+            assert_eq!(work::ranks_named(&error), [VICTIM], "{error}");
+        }
+        assert!(start.elapsed() < Duration::from_secs(2));
+    }
+}
+
+#[test]
+fn a_rank_that_panics_between_any_two_steps_is_named_at_once() {
+    for kind in Kind::ALL {
+        for stop in STEPS {
+            let start = Instant::now();
+            let outcomes = on_ranks(RANKS, &config(Duration::from_secs(60)), |buffer| {
+                work::round(&buffer, kind, 1, &mut |_| ()).unwrap();
+                let me = buffer.rank().0;
+                let mut step = |name| {
+                    if me == VICTIM && name == stop {
+                        resume_unwind(Box::new("a panic without its message"));
+                    }
+                };
+                (2..).find_map(|call| work::round(&buffer, kind, call, &mut step).err())
+            });
+            for outcome in outcomes.into_iter().take(VICTIM) {
+                let error = outcome.unwrap().unwrap();
+                println!("{kind:?}, panics before {stop}: {error}");
+                assert_eq!(work::ranks_named(&error), [VICTIM], "{error}");
+            }
+            assert!(start.elapsed() < Duration::from_secs(2));
+        }
+    }
+}
+
+#[test]
+fn the_deadline_comes_from_the_environment() {
+    let mut players = Cast {
+        timeout: "1.5",
+        ..Cast::new(3, Kind::Caller)
+    }
+    .start();
+    let start = Instant::now();
+    // Rank 2 lives, and does nothing.
+    for rank in 0..2 {
+        players[rank].go(2);
+    }
+    for player in &mut players[..2] {
+        let (named, error) = player.until_error();
+        let took = start.elapsed();
+        assert_eq!(named, "[2]", "{error}");
+        assert!(took >= Duration::from_millis(1450), "{took:?}: {error}");
+        assert!(took < Duration::from_millis(2500), "{took:?}: {error}");
+    }
+}

@@ -559,8 +559,12 @@ impl OwnedTensor {
 }
 
 /// Zeroed bytes aligned to 64.
+///
+/// The allocation asks for no more than `malloc` aligns to anyway and `data` is aligned within it:
+/// for a larger alignment Rust's allocator writes the zeros itself, which would touch every page.
 struct Zeroed {
     data: *mut u8,
+    allocation: *mut u8,
     layout: std::alloc::Layout,
 }
 
@@ -576,21 +580,31 @@ impl Zeroed {
             requested: bytes as u64,
             limit: isize::MAX as u64,
         };
-        let layout =
-            std::alloc::Layout::from_size_align(bytes.max(64), 64).map_err(|_| out_of_memory())?;
+        const ALIGN: usize = 64;
+        let layout = bytes
+            .checked_add(ALIGN)
+            .and_then(|size| std::alloc::Layout::from_size_align(size, 8).ok())
+            .ok_or_else(out_of_memory)?;
         // SAFETY: the layout's size is not zero.
-        let data = unsafe { std::alloc::alloc_zeroed(layout) };
-        if data.is_null() {
+        let allocation = unsafe { std::alloc::alloc_zeroed(layout) };
+        if allocation.is_null() {
             return Err(out_of_memory());
         }
-        Ok(Self { data, layout })
+        let skip = allocation.addr().next_multiple_of(ALIGN) - allocation.addr();
+        // SAFETY: `skip` is below ALIGN, so `bytes` bytes follow within the allocation.
+        let data = unsafe { allocation.add(skip) };
+        Ok(Self {
+            data,
+            allocation,
+            layout,
+        })
     }
 }
 
 impl Drop for Zeroed {
     fn drop(&mut self) {
         // SAFETY: allocated in `new` with this layout.
-        unsafe { std::alloc::dealloc(self.data, self.layout) }
+        unsafe { std::alloc::dealloc(self.allocation, self.layout) }
     }
 }
 
@@ -622,5 +636,19 @@ mod tests {
         let columns = Tensor::strided(&data, &[3, 4], &[1, 3]).unwrap();
         assert_eq!(columns.at::<f32>(2, 1), 5.0);
         assert!(!columns.rows_are_dense());
+    }
+
+    #[test]
+    fn zeros_take_no_memory_until_they_are_written() {
+        let resident = || -> u64 {
+            let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+            statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
+        };
+        let before = resident();
+        let zeros = OwnedTensor::zeros(DType::U8, &[4 << 30]).unwrap();
+        assert_eq!(zeros.as_tensor().as_ptr().addr() % 64, 0);
+        // Other tests of this process may take some meanwhile.
+        assert!(resident() < before + (2 << 30));
+        assert_eq!(zeros.as_slice::<u8>().unwrap()[(4 << 30) - 1], 0);
     }
 }

@@ -30,7 +30,9 @@ fn files_in_shared_places(pid: u32, temporary: &Path) -> BTreeSet<String> {
 /// Abstract sockets, at which ranks exchange their memory.
 fn sockets() -> BTreeSet<String> {
     let table = fs::read_to_string("/proc/net/unix").unwrap();
-    let paths = table.lines().filter_map(|line| line.split_whitespace().nth(7));
+    let paths = table
+        .lines()
+        .filter_map(|line| line.split_whitespace().nth(7));
     paths
         .filter(|path| path.starts_with('@') && path.contains("deep"))
         .map(str::to_owned)

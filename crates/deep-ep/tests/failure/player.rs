@@ -57,7 +57,9 @@ fn entry() {
     let buffer = Buffer::new(&communicator, config).unwrap();
     let mut step = |name: &'static str| {
         let masked = buffer.masks().unwrap_or_default();
-        let masked = masked.iter().map(|&masked| char::from(b'0' + u8::from(masked)));
+        let masked = masked
+            .iter()
+            .map(|&masked| char::from(b'0' + u8::from(masked)));
         say(&format!("at {name} {}", masked.collect::<String>()));
         listen();
     };
@@ -82,7 +84,10 @@ fn entry() {
     say(&format!("error {ranks:?}: {error}"));
     loop {
         let line = listen();
-        let mut words = line.split(' ').skip_while(|word| *word != "regroup").skip(1);
+        let mut words = line
+            .split(' ')
+            .skip_while(|word| *word != "regroup")
+            .skip(1);
         let mut next = || words.next().and_then(|word| word.parse::<usize>().ok());
         if let (Some(rank), Some(ranks), Some(port)) = (next(), next(), next()) {
             regroup(rank, ranks, port as u16);
@@ -247,17 +252,21 @@ impl Player {
     /// Waits until it is about to do `step`; returns its masks.
     pub(crate) fn expect_at(&mut self, step: &str) -> String {
         let line = self.hear();
-        let at = line.strip_prefix("at ").and_then(|line| line.rsplit_once(' '));
+        let at = line
+            .strip_prefix("at ")
+            .and_then(|line| line.rsplit_once(' '));
         match at {
             Some((at, masks)) if at == step => masks.to_owned(),
-            _ => panic!("rank {} says {line:?} instead of being at {step}", self.rank),
+            _ => panic!(
+                "rank {} says {line:?} instead of being at {step}",
+                self.rank
+            ),
         }
     }
 
-    /// Lets it go on until it fails, however many steps it still gets done; returns the ranks that
-    /// its error names, and the error.
-    pub(crate) fn until_error(&mut self) -> (String, String) {
-        self.go(40);
+    /// Waits until it fails, however many steps it still gets done of those that it was let do;
+    /// returns the ranks that its error names, and the error.
+    pub(crate) fn until_error(&self) -> (String, String) {
         loop {
             let line = self.hear();
             if let Some(error) = line.strip_prefix("error ") {

@@ -250,12 +250,8 @@ fn low_latency(buffer: &Buffer, call: u64, step: &mut dyn FnMut(&'static str)) -
     let batch = Batch::new(buffer, call);
     let (me, ranks) = (batch.rank, batch.ranks);
     let masks = || buffer.masks().unwrap_or_else(|_| vec![false; ranks]);
-    let input = LowLatencyDispatchInput::new(
-        batch.x(),
-        batch.idx(),
-        MAX_TOKENS,
-        ranks * EXPERTS_PER_RANK,
-    );
+    let input =
+        LowLatencyDispatchInput::new(batch.x(), batch.idx(), MAX_TOKENS, ranks * EXPERTS_PER_RANK);
     step(STEPS[0]);
     let pending = buffer.low_latency_dispatch(input)?;
     step(STEPS[1]);

@@ -1,5 +1,5 @@
-//! 1. Four ranks in one process: send tokens to their experts, let the experts work, bring the
-//! results back.
+//! Lesson 1. Four ranks in one process: send tokens to their experts, let the experts work, bring
+//! the results back.
 //!
 //! Run with `cargo run --release -p deep-ep --example 01_hello_dispatch`.
 

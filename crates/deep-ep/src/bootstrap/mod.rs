@@ -97,7 +97,7 @@ impl Communicator {
     }
 
     /// The group of processes that the environment describes; see
-    /// [`Settings`](crate::settings::Settings) for the variables (those that torchrun sets).
+    /// [`Settings`] for the variables (those that torchrun sets).
     /// `WORLD_SIZE` absent or 1 gives a group of one, without network.
     ///
     /// # Errors

@@ -43,11 +43,6 @@ pub(crate) fn wake_all(word: &AtomicU32) -> usize {
     wake(word, i32::MAX.unsigned_abs())
 }
 
-/// Wakes one thread that sleeps on `word`; says how many (0 or 1).
-pub(crate) fn wake_one(word: &AtomicU32) -> usize {
-    wake(word, 1)
-}
-
 fn wake(word: &AtomicU32, count: u32) -> usize {
     // The only errors of FUTEX_WAKE are about the address, which a reference excludes.
     futex::wake(word, Flags::empty(), count).unwrap_or(0)
@@ -90,6 +85,5 @@ mod tests {
             word.store(1, Ordering::Release);
             wake_all(&word);
         });
-        assert_eq!(wake_one(&word), 0);
     }
 }

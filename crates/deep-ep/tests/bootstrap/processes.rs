@@ -12,6 +12,7 @@ use deep_ep::{
     Error, Rank,
     bootstrap::{Communicator, Departure},
 };
+use rustix::process::{Pid, Signal, kill_process};
 
 use super::free_port;
 
@@ -54,6 +55,20 @@ fn child_entry() {
             ));
             std::io::stdin().read_line(&mut String::new()).unwrap();
         }
+        "wait for a stopped rank" => {
+            std::io::stdin().read_line(&mut String::new()).unwrap();
+            end.set_timeout(Duration::from_millis(500));
+            let error = end.barrier().unwrap_err();
+            let (Error::Timeout { ranks, .. } | Error::Aborted { ranks, .. }) = error else {
+                panic!("{error}");
+            };
+            say(&format!("missed {ranks:?}"));
+            // Bounded, though one peer neither reads nor closes.
+            let leaving = Instant::now();
+            drop(end);
+            assert!(leaving.elapsed() < Duration::from_secs(3));
+            say("left");
+        }
         "exit without a word" => std::process::exit(0),
         "leave" => drop(end),
         other => panic!("no part {other}"),
@@ -61,8 +76,8 @@ fn child_entry() {
 }
 
 fn say(line: &str) {
-    // Not println, which the test harness would capture.
-    writeln!(std::io::stdout(), "\nsays {line}").unwrap();
+    // On a line of its own, whatever the test harness has printed.
+    println!("\nsays {line}");
 }
 
 /// A process that plays a rank, and what it says.
@@ -156,6 +171,38 @@ fn a_killed_rank_is_noticed_by_all_at_once() {
         let took = killed.elapsed();
         println!("rank {victim}'s death was noticed by all in {took:?}");
         assert!(took < Duration::from_secs(1), "{took:?}");
+    }
+}
+
+#[test]
+fn a_stopped_rank_is_missed_by_all_who_then_leave() {
+    for victim in [0, 2] {
+        let port = free_port();
+        let mut players: Vec<_> = (0..3)
+            .map(|rank| Player::start(rank, 3, port, "wait for a stopped rank"))
+            .collect();
+        for player in &players {
+            player.hear();
+        }
+        let pid = Pid::from_child(&players[victim].child);
+        kill_process(pid, Signal::STOP).unwrap();
+        for (rank, player) in players.iter_mut().enumerate() {
+            if rank != victim {
+                player
+                    .child
+                    .stdin
+                    .take()
+                    .unwrap()
+                    .write_all(b"go\n")
+                    .unwrap();
+            }
+        }
+        for (rank, player) in players.iter().enumerate() {
+            if rank != victim {
+                assert_eq!(player.hear(), format!("missed [Rank({victim})]"));
+                assert_eq!(player.hear(), "left");
+            }
+        }
     }
 }
 

@@ -13,7 +13,8 @@ use super::{
     TcpConfig,
     auth::{self, Trouble, VERSION},
     connection::{Connection, poll_until},
-    frame::{Frame, Kind, Sender, decode_ranks, decode_text},
+    frame::{Kind, Sender, decode_ranks, decode_text},
+    link::Early,
     loopback, missing_text, secret_file,
 };
 use crate::error::{Error, Result};
@@ -36,8 +37,8 @@ enum Attempt {
 }
 
 /// Connects to rank 0, trying again until the deadline, and waits until all ranks are there.
-/// Returns the connection and the frames that came behind the start.
-pub(super) fn join(config: &TcpConfig) -> Result<(Connection, Vec<Frame>)> {
+/// Returns the connection and what came on it behind the start.
+pub(super) fn join(config: &TcpConfig) -> Result<(Connection, Early)> {
     let begun = Instant::now();
     let deadline = deadline_after(begun, config.timeout);
     let mut pause = FIRST_PAUSE;
@@ -137,7 +138,7 @@ fn await_start(
     config: &TcpConfig,
     begun: Instant,
     deadline: Instant,
-) -> Result<(Connection, Vec<Frame>)> {
+) -> Result<(Connection, Early)> {
     let mut scratch = vec![0; 4096];
     let mut frames = Vec::new();
     let mut missing = (Vec::new(), 0);
@@ -146,7 +147,10 @@ fn await_start(
         let mut behind = std::mem::take(&mut frames).into_iter();
         while let Some(frame) = behind.next() {
             match frame.kind {
-                Kind::Start => return Ok((connection, behind.collect())),
+                Kind::Start => {
+                    let frames = behind.collect();
+                    return Ok((connection, Early { frames, broken }));
+                }
                 Kind::Waiting => {
                     let listed = decode_ranks(&frame.payload, config.world_size);
                     missing = (listed, (frame.rank as usize).min(config.world_size));

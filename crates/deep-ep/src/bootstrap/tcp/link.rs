@@ -23,7 +23,7 @@ use super::{
 use crate::topology::Rank;
 
 /// The longest that leaving may take, whatever the peers do.
-const LEAVING: Duration = Duration::from_secs(1);
+pub(super) const LEAVING: Duration = Duration::from_secs(1);
 
 /// What callers and the thread share.
 pub(super) struct Shared {
@@ -40,6 +40,8 @@ pub(super) struct State {
     pub(super) round: Round<Block>,
     /// To be sent to every peer, in this order.
     outgoing: Vec<Block>,
+    /// The number of the first round whose results the system may not have taken over yet.
+    pub(super) flushed: u64,
     pub(super) leaving: bool,
 }
 
@@ -48,6 +50,7 @@ impl State {
         Self {
             round: Round::new(size),
             outgoing: Vec::new(),
+            flushed: 0,
             leaving: false,
         }
     }
@@ -108,6 +111,14 @@ struct Peer {
     connection: Connection,
 }
 
+/// What came on a member's connection together with the start.
+#[derive(Default)]
+pub(super) struct Early {
+    pub(super) frames: Vec<Frame>,
+    /// What broke the connection behind them.
+    pub(super) broken: Option<Broken>,
+}
+
 /// The state of the I/O thread.
 pub(super) struct Link {
     shared: Arc<Shared>,
@@ -127,11 +138,10 @@ impl Link {
         }
     }
 
-    /// Runs until the communicator is dropped. `early` came on a member's connection together
-    /// with the start.
-    pub(super) fn run(mut self, early: Vec<Frame>) {
+    /// Runs until the communicator is dropped.
+    pub(super) fn run(mut self, early: Early) {
         if let Some(first) = self.peers.first().map(|peer| peer.rank) {
-            self.take(first, early, None);
+            self.take(first, early.frames, early.broken);
         }
         let mut leave_by = None;
         loop {
@@ -165,6 +175,13 @@ impl Link {
                 connection.queue(block.clone());
             }
             connection.flush();
+        }
+        if self.peers.iter().all(|peer| peer.connection.is_flushed()) {
+            let mut state = lock(&self.shared.state);
+            if state.outgoing.is_empty() && state.flushed != state.round.sequence() {
+                state.flushed = state.round.sequence();
+                self.shared.changed.notify_all();
+            }
         }
     }
 

@@ -53,6 +53,8 @@ mod join;
 mod link;
 mod listen;
 mod secret_file;
+#[cfg(test)]
+mod tests;
 
 use std::{
     net::{IpAddr, Ipv4Addr},
@@ -64,7 +66,7 @@ use std::{
 use self::{
     connection::Waker,
     frame::{Block, Frame, Kind},
-    link::{Link, Shared, State},
+    link::{Early, LEAVING, Link, Shared, State},
 };
 use super::{
     check_rank, deadline_after,
@@ -178,7 +180,7 @@ impl Tcp {
             liveness,
         });
         let (peers, early) = if config.rank == 0 {
-            (listen::gather(&config)?, Vec::new())
+            (listen::gather(&config)?, Early::default())
         } else {
             let (connection, early) = join::join(&config)?;
             (vec![(Rank(0), connection)], early)
@@ -210,6 +212,9 @@ impl Tcp {
             Some(outcome) => outcome,
             None => self.give_up(sequence),
         };
+        if outcome.is_ok() && self.shared.is_hub() {
+            self.wait_flushed(sequence);
+        }
         match outcome {
             Ok(all) => Ok(all.iter().map(|bytes| bytes.to_vec()).collect()),
             Err(Failure::Aborted(abort)) if abort.by == self.shared.rank => Err(Error::Timeout {
@@ -266,6 +271,19 @@ impl Tcp {
             let waited = self.shared.changed.wait_timeout(state, left);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// Waits until the system has taken over the results of round `sequence`: then they reach the
+    /// members even if this process ends right away. A member that takes nothing is not waited for
+    /// any longer than when leaving.
+    fn wait_flushed(&self, sequence: u64) {
+        let state = lock(&self.shared.state);
+        let unsent = |state: &mut State| state.flushed <= sequence;
+        drop(
+            self.shared
+                .changed
+                .wait_timeout_while(state, LEAVING, unsent),
+        );
     }
 
     /// Ends the group's collectives because this rank's deadline has passed. The round may still

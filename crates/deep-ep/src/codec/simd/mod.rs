@@ -174,6 +174,21 @@ recompiled! {
     fn logfmt_decode(bytes: &[u8], out: &mut [f32]) -> Result<usize, DecodeError> = logfmt::decode;
 }
 
+/// How far ahead of its loads a sum prefetches, in bytes. A row's end leads on to the next row where
+/// rows lie one behind the other, as those from one rank do. Measured on combines of 2 x 117 MB: 512
+/// to 8192 bytes take 0.89 to 0.92 of the time without, 256 bytes 0.95.
+#[cfg(target_arch = "x86_64")]
+const AHEAD: usize = 1024;
+
+/// Asks for the line [`AHEAD`] of `at`, which may lie behind a row's end: prefetching never faults.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn prefetch(at: *const u8) {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    // SAFETY: a prefetch accesses nothing, and SSE is part of x86-64.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(AHEAD).cast()) };
+}
+
 /// The length that all rows have at least, and `limit` at most.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use super::{
     announce::{ACCEPTED, Announcement, Terms, gather_all, note_reject},
     control::Kind,
-    copy::{NextRead, Store},
+    copy::Store,
     core::{Counters, CpuLoan, Member, Turn},
     group::{Absent, At, Stage},
     rows::{Rows, RowsMut, copy_each},
@@ -173,9 +173,7 @@ impl Staged {
             // SAFETY: the block was just allocated for that many rows.
             let to =
                 unsafe { RowsMut::new(self.rows_base, self.row_bytes, remote, self.row_bytes) };
-            let store = core
-                .workers
-                .store(self.row_bytes, to.bytes(), NextRead::Soon);
+            let store = core.workers.store(self.row_bytes, to.bytes());
             let copied = copy_each(
                 &core.workers,
                 input.num_sms,
@@ -304,15 +302,12 @@ impl InFlight {
         {
             let k = self.own.terms.top_k;
             for (token, sums) in weights.chunks_exact_mut(k.max(1)).enumerate() {
-                sums.fill(0.0);
-                for (slot, part) in input.handle.plan().slots(token).iter().zip(parts) {
-                    if *slot >= 0 {
-                        let row = part.weights.row(*slot as usize).chunks_exact(4);
-                        for (sum, weight) in sums.iter_mut().zip(row) {
-                            *sum += f32::from_ne_bytes(weight.try_into().expect("4 bytes"));
-                        }
-                    }
-                }
+                let slots = input.handle.plan().slots(token).iter().zip(parts);
+                let rows: Vec<&[f32]> = slots
+                    .filter(|(slot, _)| **slot >= 0)
+                    .map(|(&slot, part)| typed(part.weights.row(slot as usize)))
+                    .collect();
+                codec::sum_rows(&[], &rows, sums, false);
             }
         }
     }
@@ -327,7 +322,7 @@ impl InFlight {
         let row = self.own.terms.row_bytes;
         let tokens = self.own.tokens;
         let to = RowsMut::of(&mut out.x);
-        let store = core.workers.store(row, tokens * row, NextRead::Later);
+        let store = core.workers.store(row, tokens * row);
         let bias: Vec<_> = input.bias.iter().flatten().map(Rows::of).collect();
         let plan = input.handle.plan();
         let grain = (64 << 10) / row.max(1);

@@ -67,7 +67,6 @@ mod core;
 mod dispatch;
 mod group;
 mod low_latency;
-mod metadata;
 mod rows;
 mod sync;
 mod workers;

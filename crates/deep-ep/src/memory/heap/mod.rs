@@ -86,11 +86,7 @@ impl Block {
         self.len
     }
 
-    /// What it was taken for.
-    pub(crate) fn purpose(&self) -> Purpose {
-        self.purpose
-    }
-
+    #[cfg(test)]
     fn end(&self) -> u64 {
         self.offset + self.len
     }
@@ -196,16 +192,6 @@ impl Heap {
             len,
             purpose,
         })
-    }
-
-    /// The length that the committed part must reach for a block of `len` bytes; the present one
-    /// if it fits already, `None` if it can never fit.
-    pub(crate) fn required(&self, len: u64) -> Option<u64> {
-        let (len, align) = rounded(len)?;
-        match self.fit(len, align) {
-            Some(_) => Some(self.end),
-            None => self.committed_for(len, align),
-        }
     }
 
     /// Tells the heap that the region has grown to `committed` bytes.

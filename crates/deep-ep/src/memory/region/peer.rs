@@ -64,12 +64,6 @@ impl PeerRegion {
         self.mapping.len()
     }
 
-    /// The address of `offset`, when `len` bytes from there on lie inside the reserve. Only for
-    /// offsets that this rank knows to be committed: behind the file's end a load is a SIGBUS.
-    pub(crate) fn ptr(&self, offset: u64, len: u64) -> Result<*mut u8> {
-        inside(self.base(), offset, len, self.reserve())
-    }
-
     /// The address of `offset`, when the peer has committed `len` bytes from there on: for offsets
     /// that came from a peer. Asks the kernel only when the range ends behind all earlier ones.
     pub(crate) fn checked(&self, offset: u64, len: u64) -> Result<*mut u8> {
@@ -83,17 +77,6 @@ impl PeerRegion {
             .fetch_max(len_now, Ordering::Relaxed)
             .max(len_now);
         inside(self.base(), offset, len, known.min(self.reserve()))
-    }
-
-    /// Builds this process's page tables for a range, so that the first row does not pay for it
-    /// (about 0.1 microseconds per 4 KiB page). Best effort; a range that is not there is ignored.
-    pub(crate) fn prefault(&self, offset: u64, len: u64) {
-        let page = super::super::system::page_size();
-        if len == 0 || self.checked(offset, len).is_err() {
-            return;
-        }
-        let end = (offset + len).next_multiple_of(page).min(self.reserve());
-        let _ = self.mapping.populate(offset - offset % page, end);
     }
 }
 
@@ -144,14 +127,6 @@ impl Window {
         match self {
             Self::Local(region) => region.base(),
             Self::Mapped(region) => region.base(),
-        }
-    }
-
-    /// Bytes of address space.
-    pub(crate) fn reserve(&self) -> u64 {
-        match self {
-            Self::Local(region) => region.reserve(),
-            Self::Mapped(region) => region.reserve(),
         }
     }
 

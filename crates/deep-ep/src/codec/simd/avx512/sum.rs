@@ -8,7 +8,10 @@ use std::arch::x86_64::*;
 use half::{bf16, f16};
 
 use super::{canonical, round_pairs, widen_pairs};
-use crate::codec::{simd::shortest, sum::WeightedRow};
+use crate::codec::{
+    simd::{prefetch, shortest},
+    sum::WeightedRow,
+};
 
 /// Accumulators of 32 elements. Which lane holds which element is the business of the functions
 /// that load and store a type.
@@ -159,8 +162,10 @@ macro_rules! sum {
             for rows in [bias, parts] {
                 for row in rows {
                     for (b, sums) in sums.iter_mut().enumerate() {
+                        let at = row.as_ptr().wrapping_add(i + b * WIDTH);
+                        prefetch(at.cast());
                         // SAFETY: inside the row, says the caller.
-                        let x = unsafe { $load(row.as_ptr().add(i + b * WIDTH)) };
+                        let x = unsafe { $load(at) };
                         *sums = [_mm512_add_ps(sums[0], x[0]), _mm512_add_ps(sums[1], x[1])];
                     }
                 }

@@ -77,8 +77,8 @@ fn copy_share(
     let rows = total / row / threads;
     let first = thread * rows;
     let order = (first..first + rows).map(|i| (i * row, i * row));
-    // SAFETY: rows of this thread's own share, inside both ranges.
     for (to, from) in order {
+        // SAFETY: rows of this thread's own share, inside both ranges.
         unsafe { copy(dst.0.add(to), src.0.add(from), row, store) };
     }
     store_fence();
@@ -170,7 +170,6 @@ fn kinds_of_destination() {
     let shared = committed(Backing::Memfd, total);
     let file = shared.file().unwrap().try_clone_to_owned().unwrap();
     let peer = PeerRegion::map(file, shared.reserve()).unwrap();
-    peer.prefault(0, total as u64);
     let kinds = [
         ("private region", base(&private)),
         ("memfd region", base(&shared)),
@@ -229,17 +228,10 @@ fn first_touch() {
             touch(base(&region), total)
         });
         if let Some(file) = region.file() {
-            for prefault in [false, true] {
-                let file = file.try_clone_to_owned().unwrap();
-                let peer = PeerRegion::map(file, region.reserve()).unwrap();
-                if prefault {
-                    timed("  a peer's prefault", &mut || {
-                        peer.prefault(0, total as u64)
-                    });
-                }
-                let at = Address(peer.base().as_ptr());
-                timed("  a peer's first write", &mut || touch(at, total));
-            }
+            let file = file.try_clone_to_owned().unwrap();
+            let peer = PeerRegion::map(file, region.reserve()).unwrap();
+            let at = Address(peer.base().as_ptr());
+            timed("  a peer's first write", &mut || touch(at, total));
         }
     }
     let access = ProtFlags::READ | ProtFlags::WRITE;

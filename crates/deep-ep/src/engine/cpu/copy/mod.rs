@@ -30,43 +30,23 @@ pub(crate) enum Store {
     Streaming,
 }
 
-/// When what was stored is read again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum NextRead {
-    /// Later, by the caller: outputs and loans.
-    Later,
-    /// At once, by another rank: staged rows.
-    Soon,
-}
-
 /// Rows shorter than this are never streamed: too many of their cache lines are partial.
 const SHORTEST_STREAM: usize = 1024;
 
-/// Rows that are read soon are streamed from this many second-level caches on: below, the reader
-/// still finds them in the third level.
-const SOON_CACHES: u64 = 16;
+/// Rows are streamed when a thread moves more than this many second-level caches in one call: below,
+/// whoever reads them next still finds them in the third level.
+const CACHES: u64 = 16;
 
 impl Store {
     /// How to store rows of `row_bytes`, of which each thread moves `thread_bytes` in one call,
     /// on cores with `l2_bytes` of second-level cache (see
     /// [`second_level_cache`](crate::memory::system::second_level_cache)).
     ///
-    /// Measured (`measure.rs`; 2 cores of an Intel Xeon with AVX-512, 2 MiB of second level, a
-    /// large shared third, busy with other work, so only ratios of one run): below the second
-    /// level, source and destination together, cached stores are faster by 1.1 to 1.5; above,
-    /// streaming is faster by 1.2 to 1.5, unless another core reads the rows at once: then cached
-    /// is faster by 1.2 to 1.5 up to 16 MiB, and streaming equal or faster from 64 MiB on.
-    pub(crate) fn for_rows(
-        row_bytes: usize,
-        thread_bytes: u64,
-        next_read: NextRead,
-        l2_bytes: u64,
-    ) -> Self {
-        let limit = match next_read {
-            NextRead::Later => l2_bytes / 2,
-            NextRead::Soon => l2_bytes.saturating_mul(SOON_CACHES),
-        };
-        if row_bytes >= SHORTEST_STREAM && thread_bytes > limit {
+    /// Measured on 2 cores of an Intel Xeon with AVX-512, 2 MiB of second level and a large shared
+    /// third, 2 ranks, rows of 14,336 bytes: a dispatch and the combine that reads its rows take
+    /// 1.4 times as long with streaming at 14 MiB, and 0.9 times as long at 56 MiB.
+    pub(crate) fn for_rows(row_bytes: usize, thread_bytes: u64, l2_bytes: u64) -> Self {
+        if row_bytes >= SHORTEST_STREAM && thread_bytes > l2_bytes.saturating_mul(CACHES) {
             Self::Streaming
         } else {
             Self::Cached

@@ -67,10 +67,7 @@ fn every_instruction_set_copies_the_same() {
 #[test]
 fn short_rows_and_small_calls_are_not_streamed() {
     let l2 = 2 << 20;
-    let store = |row, bytes, next| Store::for_rows(row, bytes, next, l2);
-    assert_eq!(store(272, 1 << 30, NextRead::Later), Store::Cached);
-    assert_eq!(store(14336, 1 << 20, NextRead::Later), Store::Cached);
-    assert_eq!(store(14336, 4 << 20, NextRead::Later), Store::Streaming);
-    assert_eq!(store(14336, 16 << 20, NextRead::Soon), Store::Cached);
-    assert_eq!(store(14336, 64 << 20, NextRead::Soon), Store::Streaming);
+    assert_eq!(Store::for_rows(14336, 17 * l2, l2), Store::Streaming);
+    assert_eq!(Store::for_rows(14336, 16 * l2, l2), Store::Cached);
+    assert_eq!(Store::for_rows(272, 1 << 40, l2), Store::Cached);
 }

@@ -10,8 +10,14 @@
 //! Sections that a call does not have are empty; each begins at a multiple of 64 bytes. Sender and
 //! receiver compute the same addresses from the announcement.
 
-use super::{announce::Announcement, group::Group};
-use crate::error::{Error, Result};
+use super::super::{announce::Announcement, group::Group};
+use crate::{
+    buffer::TopK,
+    dtype::{DType, Element},
+    error::{Error, Result},
+    routing::Routes,
+    tensor::Tensor,
+};
 
 /// Set in `Terms::format` when choices travel.
 pub(super) const HAS_TOPK: u64 = 1;
@@ -171,6 +177,54 @@ impl<'a> MetadataMut<'a> {
                 weights: section_mut(base, sections, 3),
                 scales: section_mut(base, sections, 4),
             }
+        }
+    }
+}
+
+impl MetadataMut<'_> {
+    /// Writes what goes with this rank's rows.
+    pub(super) fn fill(
+        self,
+        routes: &Routes,
+        topk: Option<&TopK<'_>>,
+        tokens_per_expert: &[u32],
+        scales: Option<&Tensor<'_>>,
+    ) {
+        self.lists.copy_from_slice(routes.tokens_of_ranks().0);
+        self.experts.copy_from_slice(tokens_per_expert);
+        if let Some(topk) = topk {
+            // Ids were checked to lie below the number of experts, which is below 2^31.
+            match topk.idx.dtype() {
+                DType::I64 => gather(&topk.idx, self.topk_idx, |id: i64| id.max(-1) as i32),
+                _ => gather(&topk.idx, self.topk_idx, |id: i32| id.max(-1)),
+            }
+            if let Some(weights) = &topk.weights {
+                gather(weights, self.weights, |weight: f32| weight);
+            }
+        }
+        match scales {
+            None => {}
+            Some(scales) if scales.dtype() == DType::F32 => {
+                gather(scales, self.scales, f32::to_bits);
+            }
+            Some(scales) => gather(scales, self.scales, |bits: i32| bits as u32),
+        }
+    }
+}
+
+/// The elements of a two-dimensional tensor, row-major.
+fn gather<T: Element, O>(from: &Tensor<'_>, to: &mut [O], value: impl Fn(T) -> O) {
+    let columns = from.shape()[1];
+    for (i, to) in to.chunks_exact_mut(columns).enumerate() {
+        if from.rows_are_dense() {
+            let row: &[T] = bytemuck::cast_slice(from.row(i));
+            to.iter_mut()
+                .zip(row)
+                .for_each(|(to, &from)| *to = value(from));
+        } else {
+            to.iter_mut()
+                .enumerate()
+                .for_each(|(j, to)| *to = value(from.at(i, j)));
         }
     }
 }

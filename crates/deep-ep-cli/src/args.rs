@@ -1,0 +1,240 @@
+//! The command line.
+
+use std::{path::PathBuf, time::Duration};
+
+use anyhow::{Result, ensure};
+use clap::{Args, Parser, Subcommand};
+
+use crate::{
+    batch::Sizes,
+    options::{EngineChoice, Launch, Mode, Options, Outputs, RowType},
+};
+
+/// Expert-parallel dispatch and combine for Mixture-of-Experts models
+#[derive(Debug, Parser)]
+#[command(version, max_term_width = 100)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Dispatch a file's tokens to their experts and combine the results, measured and verified
+    Run(Box<RunArgs>),
+    /// The same with generated tokens; lists of values make a sweep
+    Bench(Box<BenchArgs>),
+    /// What this machine has, what would be used, and what to do about what is missing
+    Doctor(DoctorArgs),
+    /// One rank of a job; started by `run` and `bench`
+    #[command(hide = true)]
+    Rank,
+}
+
+/// What `run` and `bench` share.
+#[derive(Debug, Args)]
+pub(crate) struct CommonArgs {
+    /// Engine that moves the rows [default: DEEP_EP_ENGINE, or auto]
+    #[arg(long, value_enum)]
+    engine: Option<EngineChoice>,
+    /// Bound on the SMs, or on the cpu engine the worker threads, of each rank
+    #[arg(long, alias = "threads", value_name = "N", value_parser = positive)]
+    num_sms: Option<usize>,
+    /// Deadline of every wait, in seconds [default: DEEP_EP_TIMEOUT_SECS, or 300]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    timeout: Option<Duration>,
+    /// Iterations that are measured
+    #[arg(long, default_value_t = 20, value_name = "N", value_parser = positive)]
+    pub(crate) iters: usize,
+    /// Iterations before those
+    #[arg(long, default_value_t = 3, value_name = "N")]
+    pub(crate) warmup: usize,
+    /// Write the results as JSON, one object per line; with `-` to standard output, and the table
+    /// to standard error
+    #[arg(long, value_name = "FILE|-")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// A safetensors file with `x` [T, H] BF16, F32 or F16, `topk_idx` [T, K] I64 or I32 and
+    /// `topk_weights` [T, K] F32 [default: a small trace that ships with the program]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) input: Option<PathBuf>,
+    /// Experts over all ranks [default: `num_experts` in the file's metadata]
+    #[arg(long, value_name = "E", value_parser = positive)]
+    pub(crate) experts: Option<usize>,
+    /// Ranks; tokens are split over them in contiguous blocks
+    #[arg(long, default_value_t = 4, value_name = "R", value_parser = positive)]
+    pub(crate) ranks: usize,
+    /// Family of calls
+    #[arg(long, value_enum, default_value_t = Mode::HighThroughput)]
+    pub(crate) mode: Mode,
+    /// How dispatched rows travel
+    #[arg(long, value_enum, default_value_t = RowType::Bf16)]
+    pub(crate) dtype: RowType,
+    /// What a rank is
+    #[arg(long, value_enum, default_value_t = Launch::Processes)]
+    pub(crate) launch: Launch,
+    /// Where dispatched rows and combine's input are (low-latency: combine's input)
+    #[arg(long, value_enum, default_value_t = Outputs::Loan)]
+    pub(crate) outputs: Outputs,
+    /// Write the combined rows to a safetensors file, as `combined` [T, H] BF16
+    #[arg(long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) common: CommonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    /// Tokens of each rank
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "4096",
+        value_name = "T,.."
+    )]
+    pub(crate) tokens: Vec<usize>,
+    /// Hidden size
+    #[arg(long, value_delimiter = ',', default_value = "7168", value_name = "H,..", value_parser = positive)]
+    pub(crate) hidden: Vec<usize>,
+    /// Experts that each token chooses
+    #[arg(long, value_delimiter = ',', default_value = "8", value_name = "K,..", value_parser = positive)]
+    pub(crate) top_k: Vec<usize>,
+    /// Experts over all ranks
+    #[arg(long, value_delimiter = ',', default_value = "256", value_name = "E,..", value_parser = positive)]
+    pub(crate) experts: Vec<usize>,
+    /// Ranks
+    #[arg(long, value_delimiter = ',', default_value = "2", value_name = "R,..", value_parser = positive)]
+    pub(crate) ranks: Vec<usize>,
+    /// Families of calls
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        default_value = "high-throughput"
+    )]
+    pub(crate) mode: Vec<Mode>,
+    /// How dispatched rows travel
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "bf16")]
+    pub(crate) dtype: Vec<RowType>,
+    /// What a rank is
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "processes")]
+    pub(crate) launch: Vec<Launch>,
+    /// Where dispatched rows and combine's input are (low-latency: combine's input)
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "loan")]
+    pub(crate) outputs: Vec<Outputs>,
+    /// Groups of neighbouring experts
+    #[arg(long, value_delimiter = ',', default_value = "1", value_name = "G,..", value_parser = positive)]
+    pub(crate) groups: Vec<usize>,
+    /// Groups that a token may choose experts from: its best ones [default: all]
+    #[arg(long, value_delimiter = ',', value_name = "G,..", value_parser = positive)]
+    pub(crate) top_groups: Vec<usize>,
+    /// How unevenly experts are chosen: 0 evenly, 1 in proportion to 1, 1/2, 1/3, ...
+    #[arg(long, value_delimiter = ',', default_value = "0", value_name = "S,..")]
+    pub(crate) skew: Vec<f64>,
+    /// Seed of the generated tokens
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Compare nothing with the reference
+    #[arg(long)]
+    pub(crate) no_verify: bool,
+    #[command(flatten)]
+    pub(crate) common: CommonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+impl RunArgs {
+    pub(crate) fn options(&self) -> Options {
+        Options {
+            verify: true,
+            keep_combined: self.output.is_some(),
+            ..self
+                .common
+                .options(self.ranks, self.mode, self.dtype, self.outputs)
+        }
+    }
+}
+
+impl CommonArgs {
+    /// A job that is verified and keeps nothing.
+    pub(crate) fn options(
+        &self,
+        ranks: usize,
+        mode: Mode,
+        dtype: RowType,
+        outputs: Outputs,
+    ) -> Options {
+        Options {
+            ranks,
+            mode,
+            dtype,
+            outputs,
+            engine: self.engine,
+            num_sms: self.num_sms,
+            timeout: self.timeout,
+            warmup: self.warmup,
+            iters: self.iters,
+            verify: true,
+            keep_combined: false,
+        }
+    }
+}
+
+/// Whether a job of these sizes can be done with these options, before ranks are started.
+pub(crate) fn check(sizes: &Sizes, options: &Options) -> Result<()> {
+    let Sizes {
+        hidden,
+        top_k,
+        experts,
+        ..
+    } = *sizes;
+    ensure!(
+        experts % options.ranks == 0,
+        "{experts} experts cannot be split evenly over {} ranks: --ranks must divide {experts}",
+        options.ranks
+    );
+    ensure!(top_k > 0, "topk_idx has no choices: K must be at least 1");
+    ensure!(
+        hidden % 8 == 0,
+        "the hidden size is {hidden}, but a row must be a multiple of 16 bytes: 8 bf16 elements"
+    );
+    ensure!(
+        options.dtype == RowType::Bf16 || hidden % 128 == 0,
+        "the hidden size is {hidden}, but --dtype fp8 has one scale per 128 channels: it must be a multiple of 128"
+    );
+    Ok(())
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    text.parse()
+        .ok()
+        .filter(|&n| n > 0)
+        .ok_or_else(|| "it must be an integer of at least 1".into())
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds: Option<f64> = text.parse().ok();
+    seconds
+        .filter(|s| (0.001..=31_536_000.0).contains(s))
+        .and_then(|s| Duration::try_from_secs_f64(s).ok())
+        .ok_or_else(|| "it must be a number of seconds from 0.001 to 31536000".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+}

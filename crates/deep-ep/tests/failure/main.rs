@@ -10,7 +10,11 @@ mod player;
 mod silent;
 mod work;
 
-use std::thread;
+use std::{
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
 
 use deep_ep::{Buffer, BufferConfig, Communicator};
 
@@ -39,4 +43,33 @@ fn on_ranks<V: Send>(
             .map(thread::ScopedJoinHandle::join)
             .collect()
     })
+}
+
+/// A barrier of a test's own, at which a rank that has failed keeps nobody for ever.
+struct Meeting {
+    ranks: usize,
+    came: AtomicUsize,
+}
+
+impl Meeting {
+    fn new(ranks: usize) -> Self {
+        Self {
+            ranks,
+            came: AtomicUsize::new(0),
+        }
+    }
+
+    /// Waits until all ranks have come, each as many times as this one.
+    fn wait(&self) {
+        let before = self.came.fetch_add(1, Ordering::AcqRel);
+        let all = (before / self.ranks + 1) * self.ranks;
+        let start = Instant::now();
+        while self.came.load(Ordering::Acquire) < all {
+            assert!(
+                start.elapsed() < Duration::from_secs(15),
+                "a rank did not come"
+            );
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
 }

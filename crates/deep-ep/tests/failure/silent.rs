@@ -2,7 +2,6 @@
 
 use std::{
     panic::resume_unwind,
-    sync::Barrier,
     thread,
     time::{Duration, Instant},
 };
@@ -10,7 +9,7 @@ use std::{
 use deep_ep::{BufferConfig, Error};
 
 use super::{
-    on_ranks,
+    Meeting, on_ranks,
     player::Cast,
     work::{self, Kind, STEPS},
 };
@@ -28,7 +27,7 @@ fn config(timeout: Duration) -> BufferConfig {
 /// Does rounds until the first error; the victim stops before step `stop` of the second round and
 /// stays until the others are done.
 fn errors_when_the_victim_stops_at(kind: Kind, stop: &'static str) -> Vec<(Error, Duration)> {
-    let done = Barrier::new(RANKS);
+    let done = Meeting::new(RANKS);
     let outcomes = on_ranks(RANKS, &config(Duration::from_secs(2)), |buffer| {
         work::round(&buffer, kind, 1, &mut |_| ()).unwrap();
         let me = buffer.rank().0;
@@ -79,7 +78,7 @@ fn a_rank_that_stays_away_is_named_with_operation_and_stage_after_the_deadline()
 
 #[test]
 fn a_rank_that_stays_away_from_a_barrier_is_named() {
-    let done = Barrier::new(RANKS);
+    let done = Meeting::new(RANKS);
     let outcomes = on_ranks(RANKS, &config(Duration::from_millis(500)), |buffer| {
         buffer.barrier().unwrap();
         let outcome = (buffer.rank().0 != VICTIM).then(|| buffer.barrier().unwrap_err());
@@ -97,7 +96,7 @@ fn a_rank_that_stays_away_from_a_barrier_is_named() {
 fn a_rank_that_drops_its_buffer_is_named_at_once() {
     for kind in Kind::ALL {
         let start = Instant::now();
-        let done = Barrier::new(RANKS);
+        let done = Meeting::new(RANKS);
         let outcomes = on_ranks(RANKS, &config(Duration::from_secs(60)), |buffer| {
             work::round(&buffer, kind, 1, &mut |_| ()).unwrap();
             let me = buffer.rank().0;
@@ -153,9 +152,9 @@ fn the_deadline_comes_from_the_environment() {
     let start = Instant::now();
     // Rank 2 lives, and does nothing.
     for rank in 0..2 {
-        players[rank].go(2);
+        players[rank].go(40);
     }
-    for player in &mut players[..2] {
+    for player in &players[..2] {
         let (named, error) = player.until_error();
         let took = start.elapsed();
         assert_eq!(named, "[2]", "{error}");

@@ -560,7 +560,9 @@ impl OwnedTensor {
 
 /// Zeroed bytes aligned to 64.
 struct Zeroed {
+    /// The first byte that is a multiple of 64, inside the allocation.
     data: *mut u8,
+    allocation: *mut u8,
     layout: std::alloc::Layout,
 }
 
@@ -570,27 +572,37 @@ unsafe impl Send for Zeroed {}
 unsafe impl Sync for Zeroed {}
 
 impl Zeroed {
+    /// Alignment of the first byte.
+    const ALIGN: usize = 64;
+
+    /// The allocator is asked for less alignment than is wanted: only then does it take zeroed pages
+    /// from the system instead of writing zeros, which would give all of them memory.
     fn new(bytes: usize) -> Result<Self> {
         let out_of_memory = || Error::OutOfMemory {
             purpose: "an output tensor".into(),
             requested: bytes as u64,
             limit: isize::MAX as u64,
         };
-        let layout =
-            std::alloc::Layout::from_size_align(bytes.max(64), 64).map_err(|_| out_of_memory())?;
+        let padded = bytes.checked_add(Self::ALIGN).ok_or_else(out_of_memory)?;
+        let layout = std::alloc::Layout::from_size_align(padded, 8).map_err(|_| out_of_memory())?;
         // SAFETY: the layout's size is not zero.
-        let data = unsafe { std::alloc::alloc_zeroed(layout) };
-        if data.is_null() {
+        let allocation = unsafe { std::alloc::alloc_zeroed(layout) };
+        if allocation.is_null() {
             return Err(out_of_memory());
         }
-        Ok(Self { data, layout })
+        let data = allocation.wrapping_add(allocation.align_offset(Self::ALIGN));
+        Ok(Self {
+            data,
+            allocation,
+            layout,
+        })
     }
 }
 
 impl Drop for Zeroed {
     fn drop(&mut self) {
         // SAFETY: allocated in `new` with this layout.
-        unsafe { std::alloc::dealloc(self.data, self.layout) }
+        unsafe { std::alloc::dealloc(self.allocation, self.layout) }
     }
 }
 
@@ -614,6 +626,20 @@ mod tests {
         assert!(TensorMut::strided(&mut data, &[3, 4], &[0, 1]).is_err());
         assert!(TensorMut::strided(&mut data, &[3, 4], &[1, 3]).is_ok());
         assert!(TensorMut::strided(&mut data, &[2, 0, 4], &[0, 1, 0]).is_ok());
+    }
+
+    #[test]
+    fn owned_tensors_are_aligned_and_cost_nothing_until_written() {
+        let resident_pages = || -> usize {
+            let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+            statm.split(' ').nth(1).unwrap().parse().unwrap()
+        };
+        let before = resident_pages();
+        let tensor = OwnedTensor::zeros(DType::F32, &[1 << 16, 1 << 15]).unwrap();
+        assert!(tensor.as_tensor().as_ptr().addr().is_multiple_of(64));
+        assert_eq!(tensor.as_tensor().at::<f32>(65_535, 32_767), 0.0);
+        // 8 GiB would be 2 million pages.
+        assert!(resident_pages() < before + 500_000);
     }
 
     #[test]

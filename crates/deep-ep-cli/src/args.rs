@@ -137,7 +137,7 @@ pub(crate) struct BenchArgs {
     /// Seed of the generated tokens
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Compare nothing with the reference
+    /// Compare nothing with the reference (by default the first and the last iteration are)
     #[arg(long)]
     pub(crate) no_verify: bool,
     #[command(flatten)]

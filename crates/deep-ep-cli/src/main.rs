@@ -10,6 +10,7 @@ mod batch;
 mod bench;
 mod doctor;
 mod expert;
+mod fp8;
 mod input;
 mod job;
 mod launch;

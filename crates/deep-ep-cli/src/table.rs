@@ -171,60 +171,122 @@ fn verdict(report: &JobReport) -> String {
     )
 }
 
-/// The results of a sweep, one line each.
+/// A parameter of a sweep: its name, whether it is a number, its value.
+type Parameter = (&'static str, bool, fn(&JobReport) -> String);
+
+const PARAMETERS: [Parameter; 13] = [
+    ("mode", false, |r| r.mode.to_string()),
+    ("dtype", false, |r| r.dtype.to_string()),
+    ("outputs", false, |r| r.output.to_string()),
+    ("launch", false, |r| r.launch.to_string()),
+    ("ranks", true, |r| r.ranks.to_string()),
+    ("tokens per rank", true, |r| {
+        grouped((r.tokens / r.ranks) as u64)
+    }),
+    ("hidden", true, |r| r.hidden.to_string()),
+    ("top-k", true, |r| r.top_k.to_string()),
+    ("experts", true, |r| r.experts.to_string()),
+    ("groups", true, |r| {
+        r.workload
+            .as_ref()
+            .map_or(String::new(), |w| w.groups.to_string())
+    }),
+    ("top groups", true, |r| {
+        r.workload
+            .as_ref()
+            .map_or(String::new(), |w| w.top_groups.to_string())
+    }),
+    ("skew", true, |r| {
+        r.workload
+            .as_ref()
+            .map_or(String::new(), |w| w.skew.to_string())
+    }),
+    ("iterations", true, |r| r.iters.to_string()),
+];
+
+/// The results of a sweep, one line each: what all have in common above, the rest in columns.
 pub(crate) fn sweep(reports: &[JobReport]) -> String {
-    let header = [
-        "mode",
-        "dtype",
-        "output",
-        "launch",
-        "ranks",
-        "tokens/rank",
-        "hidden",
-        "top-k",
-        "experts",
-        "dispatch",
-        "min",
+    let (columns, common): (Vec<Parameter>, Vec<Parameter>) =
+        PARAMETERS.into_iter().partition(|(_, _, value)| {
+            reports
+                .windows(2)
+                .any(|pair| value(&pair[0]) != value(&pair[1]))
+        });
+    let mut text = String::new();
+    if let Some(first) = reports.first() {
+        let list: Vec<_> = common
+            .iter()
+            .map(|(name, _, value)| format!("{name} {}", value(first)))
+            .collect();
+        text = wrapped(&list) + "\n\n";
+    }
+    let names = columns.iter().map(|(name, ..)| name.replacen(' ', "\n", 1));
+    let results = [
+        "dispatch\nmedian",
+        "minimum",
         "GB/s",
-        "combine",
-        "min",
+        "combine\nmedian",
+        "minimum",
         "GB/s",
+        "copies\nper row",
         "verified",
     ];
+    let header: Vec<String> = names.chain(results.map(String::from)).collect();
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
+    let left = columns.iter().take_while(|(_, number, _)| !number).count();
     let rows = reports.iter().map(|r| {
-        vec![
-            r.mode.to_string(),
-            r.dtype.to_string(),
-            r.output.to_string(),
-            r.launch.to_string(),
-            r.ranks.to_string(),
-            grouped(r.tokens_per_rank.iter().copied().max().unwrap_or(0) as u64),
-            r.hidden.to_string(),
-            r.top_k.to_string(),
-            r.experts.to_string(),
+        let mut row: Vec<String> = columns.iter().map(|(_, _, value)| value(r)).collect();
+        row.extend([
             micros(r.dispatch.median_us),
             micros(r.dispatch.min_us),
             format!("{:.2}", r.dispatch.gbps),
             micros(r.combine.median_us),
             micros(r.combine.min_us),
             format!("{:.2}", r.combine.gbps),
+            format!(
+                "{:.2} {:.2}",
+                r.dispatch.copies_per_row, r.combine.copies_per_row
+            ),
             match (r.max_abs_error, r.verified) {
-                (None, _) => "-".into(),
-                (_, true) => "yes".into(),
-                (_, false) => "NO".to_owned(),
-            },
-        ]
+                (None, _) => "-",
+                (_, true) => "yes",
+                (_, false) => "NO",
+            }
+            .into(),
+        ]);
+        row
     });
-    let mut text = table(&header, 4, rows).to_string();
-    text +=
-        "\nTimes are medians and minima of the slowest rank; GB/s counts what all ranks receive.";
-    for report in reports.iter().filter(|r| !r.mismatches.is_empty()) {
-        text += &format!(
-            "\n{} {}: {}",
-            report.mode,
-            report.dtype,
-            report.mismatches.join("; ")
-        );
+    text += &table(&header, left, rows).to_string();
+    text += "\nTimes are the slowest rank's. GB/s: bytes that all ranks receive, own tokens included, over the\n\
+             median time. Copies: row bytes copied per row byte received, in dispatch and in combine.";
+    for (n, report) in reports
+        .iter()
+        .enumerate()
+        .filter(|(_, r)| !r.mismatches.is_empty())
+    {
+        text += &format!("\nline {}: {}", n + 1, report.mismatches.join("; "));
+    }
+    text
+}
+
+/// Items with commas, in lines of a usual width.
+fn wrapped(items: &[String]) -> String {
+    const WIDTH: usize = 90;
+    let mut text = String::new();
+    let mut line = 0;
+    for (n, item) in items.iter().enumerate() {
+        let separator = match n {
+            0 => "",
+            _ if line + item.len() > WIDTH => ",\n",
+            _ => ", ",
+        };
+        line = if separator == ",\n" {
+            item.len()
+        } else {
+            line + separator.len() + item.len()
+        };
+        text += separator;
+        text += item;
     }
     text
 }

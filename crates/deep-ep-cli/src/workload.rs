@@ -71,7 +71,7 @@ impl Workload {
         let mut x = Vec::with_capacity(tokens * hidden);
         let mut idx = Vec::with_capacity(tokens * top_k);
         let mut weights = Vec::with_capacity(tokens * top_k);
-        let router = Router::new(self);
+        let (router, values) = (Router::new(self), SumValues::new());
         let mut scores = Vec::new();
         for token in range {
             let mut random = Random::new(self.seed, token as u64);
@@ -79,7 +79,7 @@ impl Workload {
             let sum: f32 = scores[..top_k].iter().map(|s| sigmoid(s.0)).sum();
             idx.extend(scores[..top_k].iter().map(|s| s.1 as i64));
             weights.extend(scores[..top_k].iter().map(|s| sigmoid(s.0) / sum));
-            random.row(hidden, &mut x);
+            random.row(&values, hidden, &mut x);
         }
         Batch {
             sizes: Sizes {
@@ -149,7 +149,12 @@ impl<'a> Router<'a> {
                 .for_each(|&(_, group)| keep[group] = true);
             scores.retain(|&(_, expert)| keep[expert / size]);
         }
-        scores.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        let order = |a: &(f32, usize), b: &(f32, usize)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
+        let top_k = self.workload.sizes.top_k;
+        if top_k < scores.len() {
+            scores.select_nth_unstable_by(top_k, order);
+        }
+        scores[..top_k].sort_unstable_by(order);
     }
 }
 
@@ -193,20 +198,33 @@ impl Random {
         -(-uniform.ln()).ln()
     }
 
-    /// A row of roughly normal values with variance 1: sums of four bytes.
-    fn row(&mut self, hidden: usize, x: &mut Vec<bf16>) {
+    /// Appends a row: each value is a sum of four random bytes.
+    fn row(&mut self, values: &SumValues, hidden: usize, x: &mut Vec<bf16>) {
+        const EVEN_BYTES: u64 = 0x00ff_00ff_00ff_00ff;
+        for at in (0..hidden).step_by(2) {
+            let bytes = self.next();
+            // Four lanes of 16 bits, each the sum of two bytes; then two lanes of 32 bits.
+            let pairs = (bytes & EVEN_BYTES) + (bytes >> 8 & EVEN_BYTES);
+            let sums = pairs + (pairs >> 16);
+            let two = [
+                values.0[sums as usize & 0x3ff],
+                values.0[(sums >> 32) as usize & 0x3ff],
+            ];
+            x.extend_from_slice(&two[..(hidden - at).min(2)]);
+        }
+    }
+}
+
+/// The value that a sum of four bytes stands for: roughly normal, with mean 0 and variance 1.
+struct SumValues(Box<[bf16; 1024]>);
+
+impl SumValues {
+    fn new() -> Self {
+        // Of the sum of four uniform bytes.
+        const MEAN: f32 = 510.0;
         const DEVIATION: f32 = 147.8;
-        let value = |bytes: &[u8]| {
-            let sum: i32 = bytes.iter().map(|&b| i32::from(b as i8)).sum();
-            bf16::from_f32((sum as f32 + 2.0) / DEVIATION)
-        };
-        for _ in 0..hidden / 2 {
-            let bytes = self.next().to_le_bytes();
-            x.extend([value(&bytes[..4]), value(&bytes[4..])]);
-        }
-        if hidden % 2 == 1 {
-            x.push(value(&self.next().to_le_bytes()[..4]));
-        }
+        let value = |sum: usize| bf16::from_f32((sum as f32 - MEAN) / DEVIATION);
+        Self(Box::new(std::array::from_fn(value)))
     }
 }
 

@@ -10,11 +10,12 @@ use half::bf16;
 
 use super::{
     Rank,
-    rows::{Fp8Rows, as_bf16, at_least},
+    rows::{as_bf16, at_least},
 };
 use crate::{
     batch::{Ids, Sizes},
     expert,
+    fp8::Fp8Rows,
     options::{Outputs, RowType},
     report::Check,
     verify::{Received, Verifier},

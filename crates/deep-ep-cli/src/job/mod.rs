@@ -28,13 +28,23 @@ pub(crate) fn run(
     input: &Input,
     options: &Options,
 ) -> Result<RankReport> {
+    run_against(communicator, input, input, options)
+}
+
+/// Compares with what the reference makes of `right`, which differs from `input` in tests only.
+fn run_against(
+    communicator: Communicator,
+    input: &Input,
+    right: &Input,
+    options: &Options,
+) -> Result<RankReport> {
     if let Some(timeout) = options.timeout {
         communicator.set_timeout(timeout);
     }
     let rank = communicator.rank().0;
     let batch = input.shard(rank, options.ranks);
     let buffer = Buffer::new(&communicator, config(input, options)?)?;
-    let verifier = options.verify.then(|| Verifier::new(rank, input, options));
+    let verifier = options.verify.then(|| Verifier::new(rank, right, options));
     let rank = Rank {
         rank,
         batch: &batch,
@@ -187,5 +197,104 @@ impl Measured {
                 .add(Copied::between(&before, &buffer.statistics()));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        batch::{Batch, Ids, Sizes},
+        options::Outputs,
+        workload::Workload,
+    };
+
+    fn batch() -> Batch {
+        let sizes = Sizes {
+            tokens: 24,
+            hidden: 128,
+            top_k: 2,
+            experts: 4,
+        };
+        Workload {
+            sizes,
+            groups: 1,
+            top_groups: 1,
+            skew: 0.0,
+            seed: 3,
+        }
+        .make(0..24)
+    }
+
+    /// The first mismatch and the largest error when `sent` is compared with [`batch`].
+    fn mismatch(sent: &Batch, mode: Mode, dtype: RowType) -> Option<(String, f64)> {
+        let options = Options {
+            ranks: 2,
+            mode,
+            dtype,
+            engine: None,
+            outputs: Outputs::Caller,
+            num_sms: None,
+            timeout: None,
+            warmup: 0,
+            iters: 1,
+            verify: true,
+            keep_combined: false,
+        };
+        let (input, right) = (Input::Whole(sent.clone()), Input::Whole(batch()));
+        let (input, right, options) = (&input, &right, &options);
+        let checks: Vec<Check> = std::thread::scope(|scope| {
+            let ranks: Vec<_> = Communicator::local(2)
+                .unwrap()
+                .into_iter()
+                .map(|c| scope.spawn(move || run_against(c, input, right, options).unwrap()))
+                .collect();
+            ranks
+                .into_iter()
+                .map(|rank| rank.join().unwrap().check.unwrap())
+                .collect()
+        });
+        checks
+            .into_iter()
+            .find_map(|c| Some((c.mismatch?, c.max_abs_error)))
+    }
+
+    #[test]
+    fn what_differs_from_the_reference_is_named() {
+        for mode in [Mode::HighThroughput, Mode::LowLatency] {
+            for dtype in [RowType::Bf16, RowType::Fp8] {
+                assert_eq!(mismatch(&batch(), mode, dtype), None);
+
+                let mut row = batch();
+                row.x[20 * 128 + 5] += bf16::ONE;
+                let (text, _) = mismatch(&row, mode, dtype).unwrap();
+                assert!(
+                    text.contains("byte") && text.contains("token 8 of rank 1"),
+                    "{text}"
+                );
+
+                let mut swapped = batch();
+                let (a, b) = swapped.x.split_at_mut(128);
+                a.swap_with_slice(&mut b[..128]);
+                assert!(mismatch(&swapped, mode, dtype).is_some());
+
+                let mut id = batch();
+                if let Ids::I64(ids) = &mut id.topk_idx {
+                    ids[7] = -1;
+                }
+                assert!(mismatch(&id, mode, dtype).is_some());
+
+                let mut weight = batch();
+                weight.topk_weights[9] += 0.5;
+                let (text, error) = mismatch(&weight, mode, dtype).unwrap();
+                let place = if mode == Mode::HighThroughput {
+                    "weight 1 of row"
+                } else {
+                    "combined[4, "
+                };
+                assert!(text.contains(place), "{text}");
+                assert!(error > 0.0 || mode == Mode::HighThroughput, "{error}");
+            }
+        }
     }
 }

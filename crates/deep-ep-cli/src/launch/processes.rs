@@ -13,8 +13,11 @@
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
-    net::TcpListener,
-    os::unix::process::{CommandExt, ExitStatusExt},
+    net::{Ipv4Addr, SocketAddrV4},
+    os::{
+        fd::OwnedFd,
+        unix::process::{CommandExt, ExitStatusExt},
+    },
     process::{Child, ChildStdin, ChildStdout, Command, ExitCode, ExitStatus, Stdio},
     sync::mpsc,
     thread,
@@ -24,7 +27,10 @@ use std::{
 use anyhow::{Context, Result, anyhow, ensure};
 use deep_ep::Communicator;
 use half::bf16;
-use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
+use rustix::{
+    net,
+    process::{Pid, Signal, getppid, set_parent_process_death_signal},
+};
 use serde::{Deserialize, Serialize};
 
 use super::{Cause, Failure, Failures};
@@ -94,21 +100,24 @@ type Answer = Result<(Outcome, Option<Vec<bf16>>)>;
 struct Ranks {
     children: Vec<Child>,
     answers: mpsc::Receiver<(usize, Answer)>,
+    _port: Port,
 }
 
 impl Ranks {
     fn start(count: usize, task: &str) -> Result<Self> {
+        let port = Port::reserve()?;
         let environment = [
             ("WORLD_SIZE", count.to_string()),
             ("LOCAL_WORLD_SIZE", count.to_string()),
             ("MASTER_ADDR", "127.0.0.1".into()),
-            ("MASTER_PORT", free_port()?.to_string()),
+            ("MASTER_PORT", port.number.to_string()),
             ("DEEP_EP_SECRET", secret()?),
         ];
         let (sender, answers) = mpsc::channel();
         let mut this = Self {
             children: Vec::with_capacity(count),
             answers,
+            _port: port,
         };
         for rank in 0..count {
             // The running program itself, even if its file was replaced meanwhile.
@@ -244,10 +253,32 @@ fn converse(mut stdin: ChildStdin, stdout: ChildStdout, task: &str) -> Answer {
     Ok((outcome, combined))
 }
 
-/// A port that was free a moment ago.
-fn free_port() -> Result<u16> {
-    let port = |address| Ok::<_, std::io::Error>(TcpListener::bind(address)?.local_addr()?.port());
-    port("127.0.0.1:0").context("no free port on 127.0.0.1 for the rendezvous")
+/// A port for the rendezvous, kept from other programs until rank 0 listens on it: it is bound here
+/// but never listens, so that only who asks for this very port, to reuse it, gets it.
+struct Port {
+    number: u16,
+    _bound: OwnedFd,
+}
+
+impl Port {
+    fn reserve() -> Result<Self> {
+        let reserve = || {
+            let socket = net::socket_with(
+                net::AddressFamily::INET,
+                net::SocketType::STREAM,
+                net::SocketFlags::CLOEXEC,
+                None,
+            )?;
+            net::sockopt::set_socket_reuseaddr(&socket, true)?;
+            net::bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0))?;
+            let address = SocketAddrV4::try_from(net::getsockname(&socket)?)?;
+            Ok::<_, rustix::io::Errno>(Self {
+                number: address.port(),
+                _bound: socket,
+            })
+        };
+        reserve().context("no free port on 127.0.0.1 for the rendezvous")
+    }
 }
 
 /// A secret that keeps other users of this machine out of the rendezvous.

@@ -5,14 +5,13 @@ use bytemuck::cast_slice;
 use deep_ep::{
     DType, DispatchHandle, ReceivedCounts, Tensor,
     codec::SCALE_BLOCK,
-    reference::{
-        fp8::{ScaleFormat, cast_row},
-        high_throughput::{CombineRoutes, Dispatched, RankInput, combine_at, dispatch_to},
+    reference::high_throughput::{
+        CombineRoutes, Dispatched, RankInput, Scales, combine_at, dispatch_to,
     },
 };
 use half::bf16;
 
-use super::{Verifier, cast_back, first_difference};
+use super::{Shard, Verifier, first_difference};
 use crate::{batch::Sizes, expert, report::Check};
 
 /// What a rank received, wherever it is.
@@ -65,162 +64,135 @@ impl Verifier<'_> {
         combined: &[bf16],
     ) -> Result<Check> {
         let mut check = Check::default();
-        let source_tokens = received.handle.recv_src_idx().as_slice::<i32>()?;
+        let counts = received.counts;
         let mut tokens_per_expert = vec![0; self.sizes().experts / self.ranks()];
         let mut begin = 0;
         for source in 0..self.ranks() {
-            let (batch, ids) = self.shard(source);
-            let inputs = self.only(
-                source,
-                self.rank_input(
-                    batch.tokens(),
-                    cast_slice(&batch.x),
-                    &ids,
-                    &batch.topk_weights,
-                ),
+            let shard = self.shard(source);
+            let right = dispatch_to(
+                self.rank,
+                &self.only(source, &shard),
+                self.sizes().experts,
+                1,
             );
-            let right = dispatch_to(self.rank, &inputs, self.sizes().experts, 1);
-            let rows = received.counts.rows_from.get(source).copied().unwrap_or(0);
-            check.expect(rows == right.rows(), || {
-                format!(
-                    "{rows} rows came from rank {source}, it should be {}",
-                    right.rows()
-                )
+            let (rows, right_rows) = (counts.rows_from.get(source).copied(), right.rows());
+            check.expect(rows == Some(right_rows), || {
+                format!("{rows:?} rows came from rank {source}, it should be {right_rows}")
             });
-            if check.mismatch.is_some() || received.counts.rows < begin + rows {
+            // Behind a wrong count everything is in another place.
+            if check.mismatch.is_some() || counts.rows < begin + right_rows {
                 break;
             }
-            for n in 0..rows {
-                self.compare_row(&mut check, received, begin + n, &right, (source, n));
-                let token = right.src_idx[n];
-                let said = source_tokens.get(begin + n).copied();
-                check.expect(said.is_some_and(|said| i64::from(said) == i64::from(token)), || {
-                    format!("row {} is said to be token {said:?} of rank {source}, it should be {token}", begin + n)
-                });
-            }
+            self.compare_rows(&mut check, received, begin, &right)?;
             tokens_per_expert
                 .iter_mut()
                 .zip(&right.tokens_per_expert)
                 .for_each(|(sum, n)| *sum += n);
-            begin += rows;
+            begin += right_rows;
         }
-        let counts = received.counts;
         check.expect(counts.rows == begin, || {
             format!("{} rows came, it should be {begin}", counts.rows)
         });
-        check.expect(counts.tokens_per_expert == tokens_per_expert, || {
-            format!(
-                "tokens per expert are {:?}, they should be {tokens_per_expert:?}",
-                counts.tokens_per_expert
-            )
+        let is = &counts.tokens_per_expert;
+        check.expect(*is == tokens_per_expert, || {
+            format!("tokens per expert are {is:?}, they should be {tokens_per_expert:?}")
         });
         self.compare_combined(&mut check, combined);
         Ok(check)
     }
 
-    fn rank_input<'b>(
-        &self,
-        tokens: usize,
-        x: &'b [u8],
-        ids: &'b [i64],
-        weights: &'b [f32],
-    ) -> RankInput<'b> {
-        let Sizes { hidden, top_k, .. } = self.sizes();
-        RankInput {
-            tokens,
-            row_bytes: hidden * size_of::<bf16>(),
-            x,
-            scales: None,
-            top_k,
-            topk_idx: ids,
-            topk_weights: Some(weights),
-        }
-    }
-
     /// Inputs of all ranks of which only one has tokens.
-    fn only<'b>(&self, rank: usize, input: RankInput<'b>) -> Vec<RankInput<'b>> {
-        let mut inputs = vec![self.rank_input(0, &[], &[], &[]); self.ranks()];
-        inputs[rank] = input;
+    fn only<'b>(&self, rank: usize, shard: &'b Shard) -> Vec<RankInput<'b>> {
+        let Sizes { hidden, top_k, .. } = self.sizes();
+        let per_row = hidden / SCALE_BLOCK;
+        let (row_bytes, x, scales) = match &shard.fp8 {
+            None => (hidden * size_of::<bf16>(), cast_slice(&shard.batch.x), None),
+            Some(rows) => (
+                hidden,
+                rows.code_bytes(),
+                Some(Scales {
+                    per_row,
+                    data: rows.scale_bits(),
+                }),
+            ),
+        };
+        let empty = RankInput {
+            tokens: 0,
+            row_bytes,
+            x: &[],
+            scales: scales.map(|_| Scales { per_row, data: &[] }),
+            top_k,
+            topk_idx: &[],
+            topk_weights: Some(&[]),
+        };
+        let mut inputs = vec![empty; self.ranks()];
+        inputs[rank] = RankInput {
+            tokens: shard.batch.tokens(),
+            x,
+            scales,
+            topk_idx: &shard.ids,
+            topk_weights: Some(&shard.batch.topk_weights),
+            ..empty
+        };
         inputs
     }
 
-    /// Row `at` of all against row `n` of those from `source`.
-    fn compare_row(
+    /// The rows from `begin` on against those of one source.
+    fn compare_rows(
         &self,
         check: &mut Check,
         received: &Received<'_>,
-        at: usize,
+        begin: usize,
         right: &Dispatched<'_>,
-        (source, n): (usize, usize),
-    ) {
-        let token = right.src_idx[n];
-        let place = || format!("of row {at} (token {token} of rank {source})");
-        if self.fp8() {
-            let cast = cast_row(cast_slice(right.x[n]), ScaleFormat::F32);
-            if let Some(i) = first_difference(received.row(at), &cast.codes) {
-                let code = received.row(at).get(i).copied();
-                check.expect(false, || {
+    ) -> Result<()> {
+        let source_tokens = received.handle.recv_src_idx().as_slice::<i32>()?;
+        let top_k = self.sizes().top_k;
+        let weights = right.topk_weights.as_deref().unwrap_or(&[]);
+        for n in 0..right.rows() {
+            let row = begin + n;
+            let (source, token) = (right.src_rank[n], right.src_idx[n]);
+            let place = || format!("of row {row} (token {token} of rank {source})");
+            if let Some(byte) = first_difference(received.row(row), right.x[n]) {
+                check.expect(false, || format!("byte {byte} {} is wrong", place()));
+            }
+            if let Some(right) = right.scales.as_ref().map(|scales| scales[n]) {
+                let scales = received.row_scales(row).unwrap_or(&[]);
+                check.expect(cast_slice::<f32, u32>(scales) == right, || {
+                    format!("scales {} are wrong: {scales:?}", place())
+                });
+            }
+            let said = source_tokens.get(row).copied();
+            check.expect(
+                said.is_some_and(|said| i64::from(said) == i64::from(token)),
+                || format!("the source {} is said to be token {said:?}", place()),
+            );
+            for (k, (local, weight)) in received.choices(row).enumerate() {
+                let (right_local, right_weight) =
+                    (right.topk_idx[n * top_k + k], weights[n * top_k + k]);
+                check.expect(local == right_local, || {
                     format!(
-                        "code {i} {} is {code:?}, it should be {}",
-                        place(),
-                        cast.codes[i]
+                        "index {k} {} is {local}, it should be {right_local}",
+                        place()
+                    )
+                });
+                check.expect(weight.to_bits() == right_weight.to_bits(), || {
+                    format!(
+                        "weight {k} {} is {weight}, it should be {right_weight}",
+                        place()
                     )
                 });
             }
-            let bits = |scales: &[f32]| scales.iter().map(|s| s.to_bits()).collect::<Vec<_>>();
-            let scales = received.row_scales(at).unwrap_or(&[]);
-            check.expect(bits(scales) == bits(&cast.scales), || {
-                format!(
-                    "scales {} are {scales:?}, they should be {:?}",
-                    place(),
-                    cast.scales
-                )
-            });
-        } else if received.row(at) != right.x[n] {
-            let (row, right): (&[bf16], &[bf16]) =
-                (cast_slice(received.row(at)), cast_slice(right.x[n]));
-            let i = first_difference(row, right).unwrap_or(0);
-            check.expect(false, || {
-                format!(
-                    "element {i} {} is {}, it should be {}",
-                    place(),
-                    row[i],
-                    right[i]
-                )
-            });
         }
-        let top_k = self.sizes().top_k;
-        let weights = right.topk_weights.as_deref().unwrap_or(&[]);
-        for (k, (local, weight)) in received.choices(at).enumerate() {
-            let expected = right.topk_idx[n * top_k + k];
-            check.expect(local == expected, || {
-                format!("index {k} {} is {local}, it should be {expected}", place())
-            });
-            let expected = weights[n * top_k + k];
-            check.expect(weight.to_bits() == expected.to_bits(), || {
-                format!(
-                    "weight {k} {} is {weight}, it should be {expected}",
-                    place()
-                )
-            });
-        }
+        Ok(())
     }
 
     fn compare_combined(&self, check: &mut Check, combined: &[bf16]) {
         let Sizes {
             hidden, experts, ..
         } = self.sizes();
-        let (batch, ids) = self.shard(self.rank);
-        let inputs = self.only(
-            self.rank,
-            self.rank_input(
-                batch.tokens(),
-                cast_slice(&batch.x),
-                &ids,
-                &batch.topk_weights,
-            ),
-        );
-        let routes = CombineRoutes::of(self.rank, &inputs, experts);
+        let shard = self.own_shard(check);
+        let batch = &shard.batch;
+        let routes = CombineRoutes::of(self.rank, &self.only(self.rank, &shard), experts);
         let per_rank = experts / self.ranks();
         let right = combine_at(&routes, hidden, &[], |rank, token| {
             let choices = batch
@@ -229,34 +201,27 @@ impl Verifier<'_> {
                 .filter(|&(id, _)| id >= 0 && id as usize / per_rank == rank)
                 .map(|(id, &weight)| (id as usize, weight));
             let mut out = vec![bf16::ZERO; hidden];
-            let x = match self.fp8() {
-                false => batch.row(token).to_vec(),
-                true => cast_back(&cast_row(batch.row(token), ScaleFormat::F32)),
-            };
-            expert::weighted_sum(&x, choices, experts, &mut Vec::new(), &mut out);
+            expert::weighted_sum(
+                &shard.arrived(token),
+                choices,
+                experts,
+                &mut Vec::new(),
+                &mut out,
+            );
             out
         });
         for (at, (value, right)) in combined.iter().zip(&right).enumerate() {
             if value.to_bits() != right.to_bits() {
                 check.error(value.to_f64(), right.to_f64());
+                let (token, i) = (at / hidden, at % hidden);
                 check.expect(false, || {
-                    format!(
-                        "combined[{}, {}] is {value}, it should be {right}",
-                        at / hidden,
-                        at % hidden
-                    )
+                    format!("combined[{token}, {i}] is {value}, it should be {right}")
                 });
             }
         }
-        check.expect(combined.len() == right.len(), || {
-            format!(
-                "combined has {} elements, it should have {}",
-                combined.len(),
-                right.len()
-            )
+        let (is, right) = (combined.len(), right.len());
+        check.expect(is == right, || {
+            format!("combined has {is} elements, it should have {right}")
         });
     }
 }
-
-// FP8 blocks of the reference and of the codec are the same.
-const _: () = assert!(SCALE_BLOCK == 128);

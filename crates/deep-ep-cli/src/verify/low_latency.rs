@@ -4,14 +4,11 @@ use anyhow::Result;
 use bytemuck::cast_slice;
 use deep_ep::{
     LowLatencyHandle,
-    reference::{
-        fp8::{ScaleFormat, cast_row},
-        low_latency::{CombineInput, ExpertRows, RankInput, combine_bound, dispatch_to},
-    },
+    reference::low_latency::{CombineInput, ExpertRows, RankInput, combine_bound, dispatch_to},
 };
 use half::bf16;
 
-use super::{Verifier, cast_back, first_difference};
+use super::{Shard, Verifier, first_difference, same_bits};
 use crate::{batch::Sizes, expert, report::Check};
 
 /// What a rank received.
@@ -75,14 +72,14 @@ impl Verifier<'_> {
         };
         let mut filled = vec![0; experts / self.ranks()];
         for source in 0..self.ranks() {
-            let (batch, ids) = self.shard(source);
+            let shard = self.shard(source);
             let mut inputs = vec![empty; self.ranks()];
             inputs[source] = RankInput {
-                tokens: batch.tokens(),
+                tokens: shard.batch.tokens(),
                 hidden,
-                x: &batch.x,
+                x: &shard.batch.x,
                 top_k,
-                topk_idx: &ids,
+                topk_idx: &shard.ids,
             };
             let right = dispatch_to(self.rank, &inputs, experts, &vec![false; self.ranks()]);
             for (local, rows) in right.experts.iter().enumerate() {
@@ -96,7 +93,7 @@ impl Verifier<'_> {
                 check.expect(info == rows.src_info, || {
                     format!("source tokens of local expert {local} from rank {source} are {info:?}, they should be {:?}", rows.src_info)
                 });
-                self.compare_rows(&mut check, received, (local, begin), rows);
+                self.compare_expert_rows(&mut check, received, (local, begin), rows, &shard);
                 filled[local] += rows.x.len();
             }
         }
@@ -116,29 +113,23 @@ impl Verifier<'_> {
         Ok(check)
     }
 
-    fn compare_rows(
+    fn compare_expert_rows(
         &self,
         check: &mut Check,
         received: &LowLatencyReceived<'_>,
         (local, begin): (usize, usize),
         right: &ExpertRows<'_>,
+        shard: &Shard,
     ) {
         for (n, x) in right.x.iter().enumerate() {
             let row = begin + n;
-            let (bytes, scales) = (received.row(local, row), received.row_scales(local, row));
-            let (at, same_scales) = match &scales {
-                None => (
-                    first_difference(bytes, cast_slice(x)).map(|byte| byte / 2),
-                    true,
-                ),
-                Some(scales) => {
-                    let right = cast_row(x, ScaleFormat::F32);
-                    let same = scales
-                        .iter()
-                        .map(|s| s.to_bits())
-                        .eq(right.scales.iter().map(|s| s.to_bits()));
-                    (first_difference(bytes, &right.codes), same)
+            let bytes = received.row(local, row);
+            let (byte, same_scales) = match (&shard.fp8, received.row_scales(local, row)) {
+                (Some(rows), Some(scales)) => {
+                    let (codes, right) = rows.row(right.src_info[n] as usize);
+                    (first_difference(bytes, codes), same_bits(&scales, right))
                 }
+                _ => (first_difference(bytes, cast_slice(x)), true),
             };
             let place = || {
                 format!(
@@ -146,9 +137,9 @@ impl Verifier<'_> {
                     right.src_info[n], right.src_rank[n]
                 )
             };
-            check.expect(at.is_none(), || {
-                format!("element {} of {} is wrong", at.unwrap_or(0), place())
-            });
+            if let Some(byte) = byte {
+                check.expect(false, || format!("byte {byte} of {} is wrong", place()));
+            }
             check.expect(same_scales, || format!("scales of {} are wrong", place()));
         }
     }
@@ -160,22 +151,19 @@ impl Verifier<'_> {
             experts,
             ..
         } = self.sizes();
-        let (batch, ids) = self.shard(self.rank);
+        let shard = self.own_shard(check);
         let masked = vec![false; self.ranks()];
         let input = CombineInput {
-            tokens: batch.tokens(),
+            tokens: shard.batch.tokens(),
             hidden,
             top_k,
-            topk_idx: &ids,
-            topk_weights: &batch.topk_weights,
+            topk_idx: &shard.ids,
+            topk_weights: &shard.batch.topk_weights,
             num_experts: experts,
             masked: &masked,
         };
         for (token, combined) in combined.chunks_exact(hidden).enumerate() {
-            let x = match self.fp8() {
-                false => batch.row(token).to_vec(),
-                true => cast_back(&cast_row(batch.row(token), ScaleFormat::F32)),
-            };
+            let x = shard.arrived(token);
             let bounds = combine_bound(&input, token, |_, e| {
                 let mut out = vec![bf16::ZERO; hidden];
                 expert::scale(&x, e, experts, &mut out);

@@ -7,13 +7,23 @@
 mod high_throughput;
 mod low_latency;
 
+use std::sync::LazyLock;
+
 pub(crate) use high_throughput::Received;
 pub(crate) use low_latency::LowLatencyReceived;
 
+use deep_ep::{
+    codec::SCALE_BLOCK,
+    reference::{
+        Number,
+        fp8::{ScaleFormat, cast_row, decode},
+    },
+};
 use half::bf16;
 
 use crate::{
     batch::{Batch, Sizes},
+    fp8::Fp8Rows,
     options::{Options, RowType},
     report::Check,
     source::Input,
@@ -43,17 +53,55 @@ impl<'a> Verifier<'a> {
         self.input.sizes()
     }
 
-    fn fp8(&self) -> bool {
-        self.options.dtype == RowType::Fp8
-    }
-
-    /// The batch of one rank, with its ids as the reference wants them.
-    fn shard(&self, rank: usize) -> (Batch, Vec<i64>) {
+    fn shard(&self, rank: usize) -> Shard {
         let batch = self.input.shard(rank, self.ranks());
         let ids = (0..batch.topk_idx.len())
             .map(|at| batch.topk_idx.get(at))
             .collect();
-        (batch, ids)
+        let fp8 = (self.options.dtype == RowType::Fp8).then(|| Fp8Rows::of(&batch));
+        Shard { batch, ids, fp8 }
+    }
+
+    /// This rank's tokens. Each rank compares its own rows cast to FP8 with the reference's, which
+    /// takes its time, so that foreign rows need not be.
+    fn own_shard(&self, check: &mut Check) -> Shard {
+        let shard = self.shard(self.rank);
+        if let Some(rows) = &shard.fp8 {
+            for token in 0..shard.batch.tokens() {
+                let right = cast_row(shard.batch.row(token), ScaleFormat::F32);
+                let (codes, scales) = rows.row(token);
+                check.expect(
+                    codes == right.codes && same_bits(scales, &right.scales),
+                    || format!("the FP8 cast of token {token} is wrong"),
+                );
+            }
+        }
+        shard
+    }
+}
+
+/// The tokens of one rank as the reference wants them.
+struct Shard {
+    batch: Batch,
+    ids: Vec<i64>,
+    /// As they travel, if not as bf16.
+    fp8: Option<Fp8Rows>,
+}
+
+impl Shard {
+    /// A row as an expert sees it: as it is, or cast to FP8 and back by the reference.
+    fn arrived(&self, token: usize) -> Vec<bf16> {
+        let Some(rows) = &self.fp8 else {
+            return self.batch.row(token).to_vec();
+        };
+        static DECODED: LazyLock<[f32; 256]> =
+            LazyLock::new(|| std::array::from_fn(|code| decode(code as u8)));
+        let decoded = &*DECODED;
+        let (codes, scales) = rows.row(token);
+        let blocks = codes.chunks(SCALE_BLOCK).zip(scales);
+        let values = blocks
+            .flat_map(|(codes, scale)| codes.iter().map(move |&c| decoded[usize::from(c)] * scale));
+        values.map(<bf16 as Number>::from_f32).collect()
     }
 }
 
@@ -86,22 +134,17 @@ impl Check {
     }
 }
 
-/// A row cast back from FP8 by the reference: `bf16(code * scale)`.
-fn cast_back(row: &deep_ep::reference::fp8::Fp8Row) -> Vec<bf16> {
-    use deep_ep::reference::{Number, fp8::decode};
-    let blocks = row.codes.chunks(128).zip(&row.scales);
-    blocks
-        .flat_map(|(codes, scale)| {
-            codes
-                .iter()
-                .map(move |&code| <bf16 as Number>::from_f32(decode(code) * scale))
-        })
-        .collect()
+fn same_bits(a: &[f32], b: &[f32]) -> bool {
+    a.iter()
+        .map(|a| a.to_bits())
+        .eq(b.iter().map(|b| b.to_bits()))
 }
 
 /// Where two slices differ first.
 fn first_difference<T: PartialEq>(a: &[T], b: &[T]) -> Option<usize> {
     match a.len() == b.len() {
+        // The fast way first: rows are long and mostly right.
+        true if a == b => None,
         true => a.iter().zip(b).position(|(a, b)| a != b),
         false => Some(a.len().min(b.len())),
     }

@@ -560,9 +560,17 @@ impl OwnedTensor {
 
 /// Zeroed bytes aligned to 64.
 struct Zeroed {
+    base: *mut u8,
+    /// The first aligned byte from `base` on.
     data: *mut u8,
     layout: std::alloc::Layout,
 }
+
+/// Alignment of [`Zeroed::data`].
+const ALIGN: usize = 64;
+/// What the system's allocator aligns to by itself. When asked for more it writes the zeros, and all
+/// pages come.
+const SYSTEM_ALIGN: usize = 16;
 
 // SAFETY: plain owned bytes.
 unsafe impl Send for Zeroed {}
@@ -576,21 +584,26 @@ impl Zeroed {
             requested: bytes as u64,
             limit: isize::MAX as u64,
         };
-        let layout =
-            std::alloc::Layout::from_size_align(bytes.max(64), 64).map_err(|_| out_of_memory())?;
+        let layout = std::alloc::Layout::from_size_align(
+            bytes.checked_add(ALIGN).ok_or_else(out_of_memory)?,
+            SYSTEM_ALIGN,
+        )
+        .map_err(|_| out_of_memory())?;
         // SAFETY: the layout's size is not zero.
-        let data = unsafe { std::alloc::alloc_zeroed(layout) };
-        if data.is_null() {
+        let base = unsafe { std::alloc::alloc_zeroed(layout) };
+        if base.is_null() {
             return Err(out_of_memory());
         }
-        Ok(Self { data, layout })
+        // At most `ALIGN - 1` bytes further, which the layout has besides `bytes`.
+        let data = base.map_addr(|address| address.next_multiple_of(ALIGN));
+        Ok(Self { base, data, layout })
     }
 }
 
 impl Drop for Zeroed {
     fn drop(&mut self) {
         // SAFETY: allocated in `new` with this layout.
-        unsafe { std::alloc::dealloc(self.data, self.layout) }
+        unsafe { std::alloc::dealloc(self.base, self.layout) }
     }
 }
 
@@ -614,6 +627,21 @@ mod tests {
         assert!(TensorMut::strided(&mut data, &[3, 4], &[0, 1]).is_err());
         assert!(TensorMut::strided(&mut data, &[3, 4], &[1, 3]).is_ok());
         assert!(TensorMut::strided(&mut data, &[2, 0, 4], &[0, 1, 0]).is_ok());
+    }
+
+    #[test]
+    fn results_are_zero_and_aligned() {
+        for len in [0, 1, 15, 16, 1000, 1 << 20] {
+            let tensor = OwnedTensor::zeros(DType::U8, &[len]).unwrap();
+            assert!(tensor.as_tensor().as_ptr().addr().is_multiple_of(64));
+            assert!(
+                tensor
+                    .as_slice::<u8>()
+                    .unwrap()
+                    .iter()
+                    .all(|&byte| byte == 0)
+            );
+        }
     }
 
     #[test]

@@ -236,7 +236,12 @@ fn high_throughput_does_so_between_processes() {
 
 #[test]
 fn low_latency_moves_and_sums_what_the_reference_does() {
-    check(Launch::Threads, 300, "low_latency_case", low_latency_cases());
+    check(
+        Launch::Threads,
+        300,
+        "low_latency_case",
+        low_latency_cases(),
+    );
 }
 
 #[test]

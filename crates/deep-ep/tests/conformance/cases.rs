@@ -4,8 +4,8 @@ use crate::{
     launch,
     launch::Case,
     named::{
-        abandoned, counts, deterministic, handles, interleaved, large, overlap, rejects, repeated,
-        settings, statistics,
+        abandoned, counts, deterministic, handles, interleaved, large, masks, overlap, rejects,
+        repeated, settings, statistics,
     },
     properties,
 };
@@ -44,6 +44,7 @@ cases! {
     interleaved::two_low_latency_buffers,
     large::all_rows_to_one_rank,
     large::many_experts,
+    masks::a_rank_leaves,
     overlap::begin_waits_for_nobody,
     rejects::ids_out_of_range,
     rejects::minus_seven,

@@ -185,8 +185,7 @@ fn check(
     handle: &LowLatencyHandle,
 ) {
     let inputs = world.low_latency_inputs();
-    let nobody = vec![false; world.ranks.len()];
-    let expected = reference::dispatch_to(rank.0, &inputs, world.experts(), &nobody);
+    let expected = reference::dispatch_to(rank.0, &inputs, world.experts(), &world.masked);
     let of = Of {
         rank,
         what: "recv_count",
@@ -323,7 +322,7 @@ pub(crate) fn combine(
     // NaN where no row is: it must not be read.
     let mut y = vec![bf16::NAN; local * rows * stride];
     let inputs = world.low_latency_inputs();
-    let received = reference::dispatch_to(rank.0, &inputs, world.experts(), &vec![false; ranks]);
+    let received = reference::dispatch_to(rank.0, &inputs, world.experts(), &world.masked);
     for (expert, outputs) in received.experts.iter().enumerate() {
         let sources = outputs.src_rank.iter().zip(&outputs.src_info).enumerate();
         for (i, (&owner, &token)) in sources {
@@ -377,7 +376,6 @@ pub(crate) fn combine(
 fn check_combined(rank: Rank, world: &World, calls: &Calls, n: usize, combined: &[bf16]) {
     let data = &world.ranks[rank.0];
     let hidden = calls.back_hidden;
-    let masked = vec![false; world.ranks.len()];
     let input = reference::CombineInput {
         tokens: data.tokens,
         hidden,
@@ -385,7 +383,7 @@ fn check_combined(rank: Rank, world: &World, calls: &Calls, n: usize, combined: 
         topk_idx: &data.topk_idx,
         topk_weights: data.topk_weights.as_deref().expect("combine needs weights"),
         num_experts: world.experts(),
-        masked: &masked,
+        masked: &world.masked,
     };
     let output = |token, expert| output(world, calls, n, [rank.0, token, expert]);
     let of = Of {

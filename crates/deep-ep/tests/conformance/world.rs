@@ -66,6 +66,8 @@ plan! {
 pub(crate) struct World {
     pub(crate) plan: WorldPlan,
     pub(crate) ranks: Vec<RankData>,
+    /// Ranks without which low-latency calls are made.
+    pub(crate) masked: Vec<bool>,
 }
 
 /// The inputs of one rank.
@@ -121,6 +123,7 @@ impl World {
         let data = data.map(|(rank, &tokens)| RankData::new(&plan, rank, ranks, tokens));
         Self {
             ranks: data.collect(),
+            masked: vec![false; ranks],
             plan,
         }
     }

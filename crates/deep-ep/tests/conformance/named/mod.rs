@@ -6,6 +6,7 @@ pub(crate) mod deterministic;
 pub(crate) mod handles;
 pub(crate) mod interleaved;
 pub(crate) mod large;
+pub(crate) mod masks;
 pub(crate) mod overlap;
 pub(crate) mod rejects;
 pub(crate) mod repeated;

@@ -18,25 +18,31 @@ use std::{
 
 use deep_ep::{Buffer, BufferConfig, Communicator};
 
-/// Runs `body` on a thread for each rank of a new group; its results in order.
+/// Runs `body` on a thread for each rank of a new group; its results in order. Dropping the buffer
+/// leaves the group.
 fn on_ranks<V: Send>(
     ranks: usize,
     config: &BufferConfig,
     body: impl Fn(Buffer) -> V + Sync,
+) -> Vec<thread::Result<V>> {
+    on_ends(ranks, |end| {
+        let buffer = Buffer::new(&end, config.clone()).unwrap();
+        drop(end);
+        body(buffer)
+    })
+}
+
+/// Runs `body` on a thread for each end of a new group; its results in order.
+fn on_ends<V: Send>(
+    ranks: usize,
+    body: impl Fn(Communicator) -> V + Sync,
 ) -> Vec<thread::Result<V>> {
     let group = Communicator::local(ranks).unwrap();
     thread::scope(|scope| {
         let body = &body;
         let threads: Vec<_> = group
             .into_iter()
-            .map(|end| {
-                scope.spawn(move || {
-                    // The thread keeps only the buffer, which keeps the communicator.
-                    let buffer = Buffer::new(&end, config.clone()).unwrap();
-                    drop(end);
-                    body(buffer)
-                })
-            })
+            .map(|end| scope.spawn(move || body(end)))
             .collect();
         threads
             .into_iter()

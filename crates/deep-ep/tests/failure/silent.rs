@@ -6,10 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use deep_ep::{BufferConfig, Error};
+use deep_ep::{Buffer, BufferConfig, Error};
 
 use super::{
-    Meeting, on_ranks,
+    Meeting, on_ends, on_ranks,
     player::Cast,
     work::{self, Kind, STEPS},
 };
@@ -95,25 +95,30 @@ fn a_rank_that_stays_away_from_a_barrier_is_named() {
 #[test]
 fn a_rank_that_drops_its_buffer_is_named_at_once() {
     for kind in Kind::ALL {
-        let start = Instant::now();
-        let done = Meeting::new(RANKS);
-        let outcomes = on_ranks(RANKS, &config(Duration::from_secs(60)), |buffer| {
-            work::round(&buffer, kind, 1, &mut |_| ()).unwrap();
-            let me = buffer.rank().0;
-            if me == VICTIM {
-                drop(buffer);
+        for also_the_end in [false, true] {
+            let start = Instant::now();
+            let done = Meeting::new(RANKS);
+            let outcomes = on_ends(RANKS, |end| {
+                let buffer = Buffer::new(&end, config(Duration::from_secs(60))).unwrap();
+                // Without its communicator too, or with that kept.
+                let kept = (!also_the_end).then_some(end);
+                work::round(&buffer, kind, 1, &mut |_| ()).unwrap();
+                if buffer.rank().0 == VICTIM {
+                    drop(buffer);
+                    done.wait();
+                    return None;
+                }
+                let error = work::round(&buffer, kind, 2, &mut |_| ()).unwrap_err();
                 done.wait();
-                return None;
+                drop(kept);
+                Some(error)
+            });
+            for outcome in outcomes.into_iter().take(VICTIM) {
+                let error = outcome.unwrap().unwrap();
+                assert_eq!(work::ranks_named(&error), [VICTIM], "{error}");
             }
-            let error = work::round(&buffer, kind, 2, &mut |_| ()).unwrap_err();
-            done.wait();
-            Some(error)
-        });
-        for outcome in outcomes.into_iter().take(VICTIM) {
-            let error = outcome.unwrap().unwrap();
-            assert_eq!(work::ranks_named(&error), [VICTIM], "{error}");
+            assert!(start.elapsed() < Duration::from_secs(2));
         }
-        assert!(start.elapsed() < Duration::from_secs(2));
     }
 }
 

@@ -1,1 +1,39 @@
-fn main() {}
+//! Tasks of this repository: `cargo xtask test`, `mutate`, `bench-cpu`.
+
+#![forbid(unsafe_code)]
+
+mod bench_cpu;
+mod command;
+mod mutate;
+mod mutations;
+mod test;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// Tasks of this repository
+#[derive(Debug, Parser)]
+enum Task {
+    /// Test everything that can be tested on this machine
+    Test(test::Args),
+    /// Break the code in known ways and see that the tests notice
+    Mutate(mutate::Args),
+    /// Compare the CPU engine with a baseline program that uses MPI, in one interleaved run
+    BenchCpu(bench_cpu::Args),
+}
+
+fn main() -> ExitCode {
+    let done = match Task::parse() {
+        Task::Test(args) => test::run(&args),
+        Task::Mutate(args) => mutate::run(&args),
+        Task::BenchCpu(args) => bench_cpu::run(&args),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

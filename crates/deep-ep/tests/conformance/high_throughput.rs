@@ -81,6 +81,25 @@ pub(crate) struct Received {
     pub(crate) handle: DispatchHandle,
 }
 
+impl Received {
+    /// What is needed to bring rows back along a handle alone.
+    pub(crate) fn of_handle(handle: DispatchHandle) -> Self {
+        Self {
+            x: Rows::Caller(Memory::new(DType::Bf16, &[0, 16])),
+            topk_idx: None,
+            topk_weights: None,
+            scales: None,
+            counts: ReceivedCounts {
+                rows: 0,
+                output_rows: 0,
+                rows_from: vec![],
+                tokens_per_expert: vec![],
+            },
+            handle,
+        }
+    }
+}
+
 /// Choices of either type as i64.
 fn wide(idx: &Tensor<'_>) -> Vec<i64> {
     match idx.dtype() {
@@ -205,6 +224,17 @@ pub(crate) fn dispatch_along(
     let received = received.expect("every rank dispatches");
     check(world, rank, &expected, &received, &input, travels);
     received
+}
+
+/// Compares what a dispatch from the choices of `world`, with default options, gave.
+pub(crate) fn check_from_choices(world: &World, rank: Rank, received: &Received) {
+    let expected = reference::dispatch_to(rank.0, &world.inputs(), world.experts(), 1);
+    let routes = Routes::TopK {
+        topk: world.ranks[rank.0].topk(),
+        num_experts: world.experts(),
+    };
+    let input = input(world, rank, routes, &Calls::default());
+    check(world, rank, &expected, received, &input, true);
 }
 
 /// Compares what a dispatch gave with the reference.

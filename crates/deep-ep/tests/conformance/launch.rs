@@ -38,7 +38,7 @@ pub(crate) enum Launch {
 
 /// A run that is not over by then has failed.
 const LIMIT: Duration = Duration::from_secs(240);
-/// The deadline of waits inside the library, so that it, not [`LIMIT`], ends what hangs.
+/// The longest deadline of waits inside the library, so that it, not [`LIMIT`], ends what hangs.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 const CASE: &str = "DEEP_EP_CONFORMANCE_CASE";
@@ -47,9 +47,10 @@ const PARAMS: &str = "DEEP_EP_CONFORMANCE_PARAMS";
 /// What a buffer is made with in all cases: the engine that `DEEP_EP_ENGINE` names, so that another
 /// engine runs the same suite.
 pub(crate) fn config() -> BufferConfig {
+    let config = BufferConfig::from_env().expect("the environment's settings are usable");
     BufferConfig {
-        timeout: TIMEOUT,
-        ..BufferConfig::from_env().expect("the environment's settings are usable")
+        timeout: config.timeout.min(TIMEOUT),
+        ..config
     }
 }
 

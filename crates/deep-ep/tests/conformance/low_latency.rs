@@ -2,8 +2,8 @@
 
 use deep_ep::{
     Buffer, BufferConfig, CombineRows, CombineWire, DType, Element, F8E4M3, LowLatencyCombineInput,
-    LowLatencyConfig, LowLatencyDispatchInput, LowLatencyDispatchOutput, LowLatencyHandle,
-    OwnedTensor, Rank, RowFormat, Tensor, TensorMut,
+    LowLatencyConfig, LowLatencyDispatchInput, LowLatencyDispatchOutput, LowLatencyDispatched,
+    LowLatencyHandle, OwnedTensor, Rank, RowFormat, Tensor, TensorMut,
     codec::ScaleFormat,
     reference::{fp8, low_latency as reference},
 };
@@ -151,24 +151,49 @@ pub(crate) fn dispatch(buffer: &Buffer, world: &World, calls: &Calls) -> LowLate
             done.handle,
         )
     };
-    let inputs = world.low_latency_inputs();
-    let expected = reference::dispatch_to(rank.0, &inputs, world.experts(), &vec![false; ranks]);
     let of = |what| Of { rank, what };
-    same_values(of("recv_count"), 1, &expected.recv_count(), &counts);
+    check(world, rank, calls, &output, &counts, &handle);
     let sums: Vec<i32> = counts.iter().map(|count| before + count).collect();
     same_values(of("recv_stats"), 1, &sums, &received);
     assert!(
         waited.iter().all(|&cycles| cycles >= 0),
         "wait_stats of {rank}: {waited:?}"
     );
-    check_rows(rank, &expected, &output, calls);
-    check_handle(
-        rank,
-        &expected,
-        &handle,
-        [max, world.plan.hidden, world.experts()],
-    );
     handle
+}
+
+/// Compares what a dispatch in bf16 gave.
+pub(crate) fn check_bf16(world: &World, rank: Rank, received: LowLatencyDispatched) {
+    let output = Output::Library(received.x, received.scales);
+    let calls = Calls::default();
+    check(
+        world,
+        rank,
+        &calls,
+        &output,
+        &received.recv_count,
+        &received.handle,
+    );
+}
+
+fn check(
+    world: &World,
+    rank: Rank,
+    calls: &Calls,
+    output: &Output,
+    counts: &[i32],
+    handle: &LowLatencyHandle,
+) {
+    let inputs = world.low_latency_inputs();
+    let expected = reference::dispatch_to(rank.0, &inputs, world.experts(), &world.masked);
+    let of = Of {
+        rank,
+        what: "recv_count",
+    };
+    same_values(of, 1, &expected.recv_count(), counts);
+    check_rows(rank, &expected, output, calls);
+    let sizes = [capacity(world, calls), world.plan.hidden, world.experts()];
+    check_handle(rank, &expected, handle, sizes);
 }
 
 fn check_rows(rank: Rank, expected: &reference::Dispatched<'_>, output: &Output, calls: &Calls) {
@@ -297,7 +322,7 @@ pub(crate) fn combine(
     // NaN where no row is: it must not be read.
     let mut y = vec![bf16::NAN; local * rows * stride];
     let inputs = world.low_latency_inputs();
-    let received = reference::dispatch_to(rank.0, &inputs, world.experts(), &vec![false; ranks]);
+    let received = reference::dispatch_to(rank.0, &inputs, world.experts(), &world.masked);
     for (expert, outputs) in received.experts.iter().enumerate() {
         let sources = outputs.src_rank.iter().zip(&outputs.src_info).enumerate();
         for (i, (&owner, &token)) in sources {
@@ -351,7 +376,6 @@ pub(crate) fn combine(
 fn check_combined(rank: Rank, world: &World, calls: &Calls, n: usize, combined: &[bf16]) {
     let data = &world.ranks[rank.0];
     let hidden = calls.back_hidden;
-    let masked = vec![false; world.ranks.len()];
     let input = reference::CombineInput {
         tokens: data.tokens,
         hidden,
@@ -359,7 +383,7 @@ fn check_combined(rank: Rank, world: &World, calls: &Calls, n: usize, combined: 
         topk_idx: &data.topk_idx,
         topk_weights: data.topk_weights.as_deref().expect("combine needs weights"),
         num_experts: world.experts(),
-        masked: &masked,
+        masked: &world.masked,
     };
     let output = |token, expert| output(world, calls, n, [rank.0, token, expert]);
     let of = Of {

@@ -10,12 +10,14 @@
 //! | `world` | the inputs of all ranks, made from a few numbers |
 //! | `high_throughput`, `low_latency` | the calls, with comparison of all that they return |
 //! | `properties` | random inputs |
+//! | `named` | cases with a name |
 
 mod cases;
 mod compare;
 mod high_throughput;
 mod launch;
 mod low_latency;
+mod named;
 mod properties;
 mod random;
 mod world;

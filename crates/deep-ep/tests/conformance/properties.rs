@@ -218,7 +218,7 @@ pub(crate) fn low_latency_case(communicator: &Communicator, params: &Params) {
 fn high_throughput_moves_and_sums_what_the_reference_does() {
     check(
         Launch::Threads,
-        60,
+        300,
         "high_throughput_case",
         high_throughput_cases(),
     );
@@ -228,7 +228,7 @@ fn high_throughput_moves_and_sums_what_the_reference_does() {
 fn high_throughput_does_so_between_processes() {
     check(
         Launch::Processes,
-        8,
+        25,
         "high_throughput_case",
         high_throughput_cases(),
     );
@@ -236,14 +236,19 @@ fn high_throughput_does_so_between_processes() {
 
 #[test]
 fn low_latency_moves_and_sums_what_the_reference_does() {
-    check(Launch::Threads, 60, "low_latency_case", low_latency_cases());
+    check(
+        Launch::Threads,
+        300,
+        "low_latency_case",
+        low_latency_cases(),
+    );
 }
 
 #[test]
 fn low_latency_does_so_between_processes() {
     check(
         Launch::Processes,
-        8,
+        25,
         "low_latency_case",
         low_latency_cases(),
     );

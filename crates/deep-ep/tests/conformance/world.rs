@@ -41,6 +41,8 @@ plan! {
         dtype = 0,
         /// 0: any experts; 1: low numbers more often; 2: all of one rank; 3: all the same.
         skew = 0,
+        /// So many tokens of rank 0 choose any experts all the same.
+        stray = 0,
         /// Chance that a choice is none, in percent.
         none = 0,
         /// Chance that a token chooses its previous expert again.
@@ -64,6 +66,8 @@ plan! {
 pub(crate) struct World {
     pub(crate) plan: WorldPlan,
     pub(crate) ranks: Vec<RankData>,
+    /// Ranks without which low-latency calls are made.
+    pub(crate) masked: Vec<bool>,
 }
 
 /// The inputs of one rank.
@@ -100,15 +104,26 @@ struct Passed {
 impl World {
     /// The inputs of `ranks` ranks.
     pub(crate) fn new(plan: &WorldPlan, ranks: usize) -> Self {
+        let tokens: Vec<_> = (0..ranks)
+            .map(|rank| tokens_of(plan, rank, ranks))
+            .collect();
+        Self::of_tokens(plan, &tokens)
+    }
+
+    /// The inputs of as many ranks as there are numbers of tokens.
+    pub(crate) fn of_tokens(plan: &WorldPlan, tokens: &[usize]) -> Self {
         let mut plan = plan.clone();
         if plan.scales > 0 && DTYPES[plan.dtype].size() > 1 {
             plan.dtype = 1;
         }
         let grain = 16 / DTYPES[plan.dtype].size();
         plan.hidden = plan.hidden.next_multiple_of(grain);
-        let data = (0..ranks).map(|rank| RankData::new(&plan, rank, ranks));
+        let ranks = tokens.len();
+        let data = tokens.iter().enumerate();
+        let data = data.map(|(rank, &tokens)| RankData::new(&plan, rank, ranks, tokens));
         Self {
             ranks: data.collect(),
+            masked: vec![false; ranks],
             plan,
         }
     }
@@ -136,11 +151,11 @@ impl World {
 }
 
 impl RankData {
-    fn new(plan: &WorldPlan, rank: usize, ranks: usize) -> Self {
-        let tokens = tokens_of(plan, rank, ranks);
+    fn new(plan: &WorldPlan, rank: usize, ranks: usize, tokens: usize) -> Self {
         let (dtype, hidden) = (DTYPES[plan.dtype], plan.hidden);
         let mut random = Random::new(&[plan.seed, 1, rank]);
-        let topk_idx = choices(plan, tokens, ranks, &mut random);
+        let stray = if rank == 0 { plan.stray } else { 0 };
+        let topk_idx = choices(plan, [tokens, ranks, stray], &mut random);
         let topk_weights = (plan.weights > 0).then(|| {
             let weight = |&id: &i64| match id {
                 0.. => random.signed(),
@@ -196,6 +211,27 @@ impl RankData {
             top_k: self.top_k,
             topk_idx: &self.topk_idx,
         }
+    }
+
+    /// Makes every choice that is none this negative number.
+    pub(crate) fn replace_none_by(&mut self, id: i64) {
+        let none = |choice: &&mut i64| **choice < 0;
+        let (mine, passed) = (&mut self.topk_idx, &mut self.passed);
+        mine.iter_mut().filter(none).for_each(|choice| *choice = id);
+        passed
+            .idx
+            .iter_mut()
+            .filter(none)
+            .for_each(|choice| *choice = id);
+        passed.idx32 = passed.idx.iter().map(|&id| id as i32).collect();
+    }
+
+    /// Replaces all choices; `id` gives the one at a place of `[T, K]`.
+    pub(crate) fn choose(&mut self, id: impl Fn(usize) -> i64) {
+        assert!(!self.passed.strided, "choices are stored by rows");
+        self.topk_idx = (0..self.tokens * self.top_k).map(id).collect();
+        self.passed.idx = self.topk_idx.clone();
+        self.passed.idx32 = self.topk_idx.iter().map(|&id| id as i32).collect();
     }
 
     /// `[T, H]`.
@@ -323,12 +359,13 @@ fn tokens_of(plan: &WorldPlan, rank: usize, ranks: usize) -> usize {
     }
 }
 
-fn choices(plan: &WorldPlan, tokens: usize, ranks: usize, random: &mut Random) -> Vec<i64> {
+fn choices(plan: &WorldPlan, [tokens, ranks, stray]: [usize; 3], random: &mut Random) -> Vec<i64> {
     let experts = plan.experts * ranks;
     let hot = plan.seed % experts;
     let mut all: Vec<i64> = Vec::with_capacity(tokens * plan.top_k);
     for i in 0..tokens * plan.top_k {
-        let id = match plan.skew {
+        let skew = if i / plan.top_k < stray { 0 } else { plan.skew };
+        let id = match skew {
             0 => random.below(experts),
             1 => random
                 .below(experts)

@@ -39,7 +39,7 @@ fn payloads_are_right_with_every_rank_late_at_random_and_a_kill_is_noticed() {
     let killed = Instant::now();
     players[victim].child.kill().unwrap();
     players.remove(victim);
-    for player in &mut players {
+    for player in &players {
         let (named, error) = player.until_error();
         assert_eq!(named, format!("[{victim}]"), "{error}");
         assert!(killed.elapsed() < Duration::from_secs(2));

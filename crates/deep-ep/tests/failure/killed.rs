@@ -50,8 +50,6 @@ fn kill_at_every_moment(kind: Kind) {
     let ranks = 3;
     for (i, moment) in MOMENTS.iter().enumerate() {
         let victim = i % ranks;
-        // In low-latency combine the send itself waits for the others.
-        let together = kind == Kind::LowLatency && moment.all == 3;
         let mut players = Cast::new(ranks, kind).start();
         for step in 1..=moment.all {
             players.iter_mut().for_each(|player| player.go(1));
@@ -61,16 +59,14 @@ fn kill_at_every_moment(kind: Kind) {
         }
         let mut dead = players.remove(victim);
         dead.go(moment.victim);
-        if moment.others > 0 && together {
-            thread::sleep(Duration::from_millis(20));
-        }
         players
             .iter_mut()
             .for_each(|player| player.go(moment.others));
         thread::sleep(Duration::from_millis(60));
         let killed = Instant::now();
         dead.child.kill().unwrap();
-        for player in &mut players {
+        players.iter_mut().for_each(|player| player.go(40));
+        for player in &players {
             let (named, error) = player.until_error();
             let took = killed.elapsed();
             println!(
@@ -113,9 +109,9 @@ fn a_survivor_that_leaves_is_not_taken_for_the_dead() {
         let mut players = Cast::new(5, Kind::ALL[run % 3]).start();
         let victim = run % 5;
         let mut dead = players.remove(victim);
-        players.iter_mut().for_each(|player| player.go(2));
+        players.iter_mut().for_each(|player| player.go(40));
         dead.child.kill().unwrap();
-        for player in &mut players {
+        for player in &players {
             assert_eq!(player.until_error().0, format!("[{victim}]"));
         }
     }

@@ -264,10 +264,9 @@ impl Player {
         }
     }
 
-    /// Lets it go on until it fails, however many steps it still gets done; returns the ranks that
-    /// its error names, and the error.
-    pub(crate) fn until_error(&mut self) -> (String, String) {
-        self.go(40);
+    /// Waits until it fails, however many steps it still gets done of those that it was let do;
+    /// returns the ranks that its error names, and the error.
+    pub(crate) fn until_error(&self) -> (String, String) {
         loop {
             let line = self.hear();
             if let Some(error) = line.strip_prefix("error ") {

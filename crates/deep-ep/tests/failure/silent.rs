@@ -2,15 +2,14 @@
 
 use std::{
     panic::resume_unwind,
-    sync::Barrier,
     thread,
     time::{Duration, Instant},
 };
 
-use deep_ep::{BufferConfig, Error};
+use deep_ep::{Buffer, BufferConfig, Error};
 
 use super::{
-    on_ranks,
+    Meeting, on_ends, on_ranks,
     player::Cast,
     work::{self, Kind, STEPS},
 };
@@ -28,7 +27,7 @@ fn config(timeout: Duration) -> BufferConfig {
 /// Does rounds until the first error; the victim stops before step `stop` of the second round and
 /// stays until the others are done.
 fn errors_when_the_victim_stops_at(kind: Kind, stop: &'static str) -> Vec<(Error, Duration)> {
-    let done = Barrier::new(RANKS);
+    let done = Meeting::new(RANKS);
     let outcomes = on_ranks(RANKS, &config(Duration::from_secs(2)), |buffer| {
         work::round(&buffer, kind, 1, &mut |_| ()).unwrap();
         let me = buffer.rank().0;
@@ -79,7 +78,7 @@ fn a_rank_that_stays_away_is_named_with_operation_and_stage_after_the_deadline()
 
 #[test]
 fn a_rank_that_stays_away_from_a_barrier_is_named() {
-    let done = Barrier::new(RANKS);
+    let done = Meeting::new(RANKS);
     let outcomes = on_ranks(RANKS, &config(Duration::from_millis(500)), |buffer| {
         buffer.barrier().unwrap();
         let outcome = (buffer.rank().0 != VICTIM).then(|| buffer.barrier().unwrap_err());
@@ -96,25 +95,30 @@ fn a_rank_that_stays_away_from_a_barrier_is_named() {
 #[test]
 fn a_rank_that_drops_its_buffer_is_named_at_once() {
     for kind in Kind::ALL {
-        let start = Instant::now();
-        let done = Barrier::new(RANKS);
-        let outcomes = on_ranks(RANKS, &config(Duration::from_secs(60)), |buffer| {
-            work::round(&buffer, kind, 1, &mut |_| ()).unwrap();
-            let me = buffer.rank().0;
-            if me == VICTIM {
-                drop(buffer);
+        for also_the_end in [false, true] {
+            let start = Instant::now();
+            let done = Meeting::new(RANKS);
+            let outcomes = on_ends(RANKS, |end| {
+                let buffer = Buffer::new(&end, config(Duration::from_secs(60))).unwrap();
+                // Without its communicator too, or with that kept.
+                let kept = (!also_the_end).then_some(end);
+                work::round(&buffer, kind, 1, &mut |_| ()).unwrap();
+                if buffer.rank().0 == VICTIM {
+                    drop(buffer);
+                    done.wait();
+                    return None;
+                }
+                let error = work::round(&buffer, kind, 2, &mut |_| ()).unwrap_err();
                 done.wait();
-                return None;
+                drop(kept);
+                Some(error)
+            });
+            for outcome in outcomes.into_iter().take(VICTIM) {
+                let error = outcome.unwrap().unwrap();
+                assert_eq!(work::ranks_named(&error), [VICTIM], "{error}");
             }
-            let error = work::round(&buffer, kind, 2, &mut |_| ()).unwrap_err();
-            done.wait();
-            Some(error)
-        });
-        for outcome in outcomes.into_iter().take(VICTIM) {
-            let error = outcome.unwrap().unwrap();
-            assert_eq!(work::ranks_named(&error), [VICTIM], "{error}");
+            assert!(start.elapsed() < Duration::from_secs(2));
         }
-        assert!(start.elapsed() < Duration::from_secs(2));
     }
 }
 
@@ -153,9 +157,9 @@ fn the_deadline_comes_from_the_environment() {
     let start = Instant::now();
     // Rank 2 lives, and does nothing.
     for rank in 0..2 {
-        players[rank].go(2);
+        players[rank].go(40);
     }
-    for player in &mut players[..2] {
+    for player in &players[..2] {
         let (named, error) = player.until_error();
         let took = start.elapsed();
         assert_eq!(named, "[2]", "{error}");

@@ -24,6 +24,9 @@ const STATUS: usize = 0;
 const TERMS: usize = 1;
 const OWN: usize = 8;
 
+/// Rows from one rank to another are fewer than this: tokens are counted in 31 bits.
+const MAX_ROWS: u64 = 1 << 31;
+
 /// Status words of all messages.
 pub(super) const ACCEPTED: u64 = 0;
 pub(super) const REJECTED: u64 = 1;
@@ -162,14 +165,23 @@ impl Announcement {
                 });
             }
         }
+        let rows = message.words(FIXED_WORDS..FIXED_WORDS + group.ranks());
+        let tokens = message.word(OWN);
+        if let Some(absurd) = rows.iter().chain([&tokens]).find(|&&n| n >= MAX_ROWS) {
+            return Err(Error::invalid(
+                format!("a number of rows that rank {from} announced"),
+                absurd,
+                format!("must be below {MAX_ROWS}"),
+            ));
+        }
         Ok(Self {
             terms: *terms,
-            tokens: message.word(OWN) as usize,
+            tokens: tokens as usize,
             worst_rows: message.word(OWN + 1),
             metadata: message.word(OWN + 2),
             metadata_len: message.word(OWN + 3),
             pushes: message.word(OWN + 4) != 0,
-            rows: message.words(FIXED_WORDS..FIXED_WORDS + group.ranks()),
+            rows,
         })
     }
 }

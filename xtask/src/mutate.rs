@@ -1,0 +1,194 @@
+//! `cargo xtask mutate`: each mutation is applied to a copy of the tree, and its tests must fail.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::{
+    command::{cargo, read, root, target, within},
+    mutations::{ALL, Mutation},
+};
+
+/// Time for building a test.
+const BUILD_LIMIT: Duration = Duration::from_secs(1200);
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Only mutations whose name contains this
+    #[arg(long, value_name = "NAME")]
+    only: Option<String>,
+    /// List the mutations
+    #[arg(long)]
+    list: bool,
+    /// Seconds that the tests of a mutation may take; a test that hangs has failed
+    #[arg(long, default_value_t = 180, value_name = "SECONDS")]
+    limit: u64,
+}
+
+/// What became of the tests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    Passed,
+    Failed,
+    Stopped,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let chosen: Vec<_> = ALL
+        .iter()
+        .filter(|mutation| {
+            args.only
+                .as_ref()
+                .is_none_or(|name| mutation.name.contains(name))
+        })
+        .collect();
+    ensure!(!chosen.is_empty(), "no mutation has that name; see --list");
+    if args.list {
+        for Mutation {
+            name, file, test, ..
+        } in chosen
+        {
+            println!("{name:<44} {file}\n{:<44} cargo test {test}", "");
+        }
+        return Ok(());
+    }
+    let copy = Copy::new()?;
+    let limit = Duration::from_secs(args.limit);
+    let tests: BTreeSet<_> = chosen.iter().map(|mutation| mutation.test).collect();
+    for test in tests {
+        let outcome = copy.test(test, limit).context("without a mutation")?;
+        ensure!(
+            outcome == Outcome::Passed,
+            "cargo test {test} does not pass without a mutation ({outcome:?})"
+        );
+        println!("passes without a mutation: cargo test {test}");
+    }
+    let mut survived = vec![];
+    for mutation in &chosen {
+        let start = Instant::now();
+        let outcome = copy.mutated(mutation, limit).context(mutation.name)?;
+        let word = match outcome {
+            Outcome::Passed => "SURVIVED",
+            Outcome::Failed => "caught",
+            Outcome::Stopped => "caught (hangs)",
+        };
+        println!(
+            "{:<44} {word:<15} {:>6.1} s",
+            mutation.name,
+            start.elapsed().as_secs_f64()
+        );
+        if outcome == Outcome::Passed {
+            survived.push(mutation.name);
+        }
+    }
+    println!(
+        "{} of {} mutations caught",
+        chosen.len() - survived.len(),
+        chosen.len()
+    );
+    if !survived.is_empty() {
+        bail!("not caught: {}", survived.join(", "));
+    }
+    Ok(())
+}
+
+/// A copy of the tracked files, in `target/mutants/tree`, built in `target/mutants/target`.
+struct Copy {
+    folder: PathBuf,
+}
+
+impl Copy {
+    /// Makes it, or brings it up to date: files that are the same are left alone, so that they are
+    /// not built again.
+    fn new() -> Result<Self> {
+        let folder = target().join("mutants");
+        let tree = folder.join("tree");
+        let list = read(
+            Command::new("git")
+                .args(["ls-files", "-z"])
+                .current_dir(root()),
+        )?;
+        let files: BTreeSet<_> = list.split('\0').filter(|name| !name.is_empty()).collect();
+        for file in &files {
+            let from = root().join(file);
+            if from.is_file() {
+                let content = fs::read(&from).with_context(|| format!("reading {file}"))?;
+                write_if_changed(&tree.join(file), &content)?;
+            }
+        }
+        remove_others(&tree, &tree, &files)?;
+        Ok(Self { folder })
+    }
+
+    fn cargo(&self, args: &str, more: &[&str]) -> Command {
+        let mut command = cargo(args.split(' ').chain(more.iter().copied()));
+        command
+            .current_dir(self.folder.join("tree"))
+            .env("CARGO_TARGET_DIR", self.folder.join("target"))
+            .env("RUST_BACKTRACE", "0");
+        command
+    }
+
+    /// Builds the tests, which must succeed, then runs them.
+    fn test(&self, test: &str, limit: Duration) -> Result<Outcome> {
+        let args = format!("test {test}");
+        let built = within(&mut self.cargo(&args, &["--no-run"]), BUILD_LIMIT)?;
+        ensure!(
+            built.is_some_and(|status| status.success()),
+            "cargo {args} --no-run fails in {}",
+            self.folder.join("tree").display()
+        );
+        Ok(match within(&mut self.cargo(&args, &[]), limit)? {
+            Some(status) if status.success() => Outcome::Passed,
+            Some(_) => Outcome::Failed,
+            None => Outcome::Stopped,
+        })
+    }
+
+    fn mutated(&self, mutation: &Mutation, limit: Duration) -> Result<Outcome> {
+        let path = self.folder.join("tree").join(mutation.file);
+        let original = fs::read_to_string(&path)?;
+        ensure!(
+            original.matches(mutation.old).count() == 1,
+            "{} must contain once:\n{}",
+            mutation.file,
+            mutation.old
+        );
+        fs::write(&path, original.replace(mutation.old, mutation.new))?;
+        let outcome = self.test(mutation.test, limit);
+        fs::write(&path, original)?;
+        outcome
+    }
+}
+
+fn write_if_changed(path: &Path, content: &[u8]) -> Result<()> {
+    if fs::read(path).is_ok_and(|old| old == content) {
+        return Ok(());
+    }
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    fs::write(path, content).with_context(|| format!("writing {}", path.display()))
+}
+
+/// Removes files below `folder` that are not among `files`, which are named from `tree`.
+fn remove_others(tree: &Path, folder: &Path, files: &BTreeSet<&str>) -> Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            remove_others(tree, &path, files)?;
+        } else {
+            let name = path.strip_prefix(tree)?.to_string_lossy();
+            if !files.contains(&*name) {
+                fs::remove_file(&path)?;
+            }
+        }
+    }
+    Ok(())
+}

@@ -31,6 +31,7 @@ cases! {
     abandoned::dispatch_not_finished,
     abandoned::finished_too_late,
     abandoned::others_not_finished,
+    abandoned::wrong_outputs,
     counts::around_4096,
     counts::capacity_256,
     counts::nobody_has_tokens,

@@ -34,6 +34,7 @@ cases! {
     abandoned::wrong_outputs,
     counts::around_4096,
     counts::capacity_256,
+    counts::many_bytes,
     counts::nobody_has_tokens,
     counts::one_rank_is_hot,
     counts::roles_swap,

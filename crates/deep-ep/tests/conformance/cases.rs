@@ -54,6 +54,7 @@ cases! {
     rejects::one_token_more,
     rejects::wrong_low_latency_combine,
     repeated::numbered_calls,
+    repeated::one_loan,
     settings::buffers_made_differently,
     settings::calls_made_differently,
     statistics::rows_copied,

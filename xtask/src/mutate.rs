@@ -60,6 +60,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     let copy = Copy::new()?;
     let limit = Duration::from_secs(args.limit);
+    for mutation in &chosen {
+        copy.original(mutation)?;
+    }
     let tests: BTreeSet<_> = chosen.iter().map(|mutation| mutation.test).collect();
     for test in tests {
         let outcome = copy.test(test, limit).context("without a mutation")?;
@@ -131,6 +134,8 @@ impl Copy {
         command
             .current_dir(self.folder.join("tree"))
             .env("CARGO_TARGET_DIR", self.folder.join("target"))
+            // What takes time here is building.
+            .env("CARGO_PROFILE_DEV_DEBUG", "0")
             .env("RUST_BACKTRACE", "0");
         command
     }
@@ -151,15 +156,27 @@ impl Copy {
         })
     }
 
-    fn mutated(&self, mutation: &Mutation, limit: Duration) -> Result<Outcome> {
-        let path = self.folder.join("tree").join(mutation.file);
-        let original = fs::read_to_string(&path)?;
+    fn path(&self, mutation: &Mutation) -> PathBuf {
+        self.folder.join("tree").join(mutation.file)
+    }
+
+    /// The file that a mutation changes, which has the place to change once.
+    fn original(&self, mutation: &Mutation) -> Result<String> {
+        let Mutation {
+            name, file, old, ..
+        } = mutation;
+        let original = fs::read_to_string(self.path(mutation))
+            .with_context(|| format!("mutation {name}: reading {file}"))?;
         ensure!(
-            original.matches(mutation.old).count() == 1,
-            "{} must contain once:\n{}",
-            mutation.file,
-            mutation.old
+            original.matches(old).count() == 1,
+            "mutation {name}: {file} must contain once:\n{old}"
         );
+        Ok(original)
+    }
+
+    fn mutated(&self, mutation: &Mutation, limit: Duration) -> Result<Outcome> {
+        let path = self.path(mutation);
+        let original = self.original(mutation)?;
         fs::write(&path, original.replace(mutation.old, mutation.new))?;
         let outcome = self.test(mutation.test, limit);
         fs::write(&path, original)?;

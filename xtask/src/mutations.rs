@@ -13,7 +13,7 @@ pub(crate) struct Mutation {
     pub(crate) test: &'static str,
 }
 
-const SYNC: &str = "crates/deep-ep/src/engine/cpu/sync.rs";
+const SYNC: &str = "crates/deep-ep/src/engine/cpu/sync/mod.rs";
 const GROUP: &str = "crates/deep-ep/src/engine/cpu/group.rs";
 /// Every interleaving of small programs.
 const MODELS: &str = "-p deep-ep --lib engine::cpu::sync";

@@ -1,5 +1,7 @@
 //! Ways to break the code that a test must notice.
 
+mod calls;
+
 /// A change of one place, and the tests that must then fail.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Mutation {
@@ -43,7 +45,13 @@ const fn group(
     }
 }
 
-pub(crate) const ALL: &[Mutation] = &[
+/// All of them.
+pub(crate) fn all() -> impl Iterator<Item = &'static Mutation> {
+    WORDS.iter().chain(calls::CALLS)
+}
+
+/// The protocol's words: their orderings, and what ranks notice and when.
+const WORDS: &[Mutation] = &[
     // The protocol's orderings.
     model(
         "mailbox-posted-relaxed",

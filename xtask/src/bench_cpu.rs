@@ -220,6 +220,9 @@ fn report(row: &Row, name: &str, pairs: &[Pair], as_json: bool) {
     if !as_json {
         println!("{name}, {} pairs", pairs.len());
     }
+    if pairs.is_empty() {
+        return;
+    }
     type Operation = (&'static str, fn(&Times) -> f64, [f64; 2]);
     let operations: [Operation; 2] = [
         ("dispatch", |times| times.dispatch, row.dispatch),

@@ -150,7 +150,7 @@ const WORDS: &[Mutation] = &[
         "deadline-ten-times-too-long",
         "let timed_out = waited >= self.timeout;",
         "let timed_out = waited >= self.timeout * 10;",
-        "-p deep-ep --test failure silent::a_rank_that_stays_away",
+        "-p deep-ep --test failure silent::the_deadline_comes",
     ),
     group(
         "absent-rank-not-masked",

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeSet,
-    fs,
+    fs::{self, File},
     path::{Path, PathBuf},
     process::Command,
     time::{Duration, Instant},
@@ -32,10 +32,11 @@ pub(crate) struct Args {
 }
 
 /// What became of the tests.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 enum Outcome {
     Passed,
-    Failed,
+    /// With the names of those that failed.
+    Failed(Vec<String>),
     Stopped,
 }
 
@@ -75,16 +76,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     for mutation in &chosen {
         let start = Instant::now();
         let outcome = copy.mutated(mutation, limit).context(mutation.name)?;
-        let word = match outcome {
-            Outcome::Passed => "SURVIVED",
-            Outcome::Failed => "caught",
-            Outcome::Stopped => "caught (hangs)",
+        let (verdict, by) = match &outcome {
+            Outcome::Passed => ("SURVIVED", String::new()),
+            Outcome::Failed(tests) => ("caught", tests.join(", ")),
+            Outcome::Stopped => ("caught", "a test that hangs".into()),
         };
-        println!(
-            "{:<44} {word:<15} {:>6.1} s",
-            mutation.name,
-            start.elapsed().as_secs_f64()
-        );
+        let took = start.elapsed().as_secs_f64();
+        println!("{:<42} {verdict:<8} {took:>6.1} s  {by}", mutation.name);
         if outcome == Outcome::Passed {
             survived.push(mutation.name);
         }
@@ -103,6 +101,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 /// A copy of the tracked files, in `target/mutants/tree`, built in `target/mutants/target`.
 struct Copy {
     folder: PathBuf,
+    /// Held for as long as the copy is used.
+    _lock: File,
 }
 
 impl Copy {
@@ -111,6 +111,13 @@ impl Copy {
     fn new() -> Result<Self> {
         let folder = target().join("mutants");
         let tree = folder.join("tree");
+        fs::create_dir_all(&tree)?;
+        let lock = File::create(folder.join("lock"))?;
+        ensure!(
+            lock.try_lock().is_ok(),
+            "another run uses {}",
+            folder.display()
+        );
         let list = read(
             Command::new("git")
                 .args(["ls-files", "-z"])
@@ -125,7 +132,10 @@ impl Copy {
             }
         }
         remove_others(&tree, &tree, &files)?;
-        Ok(Self { folder })
+        Ok(Self {
+            folder,
+            _lock: lock,
+        })
     }
 
     fn cargo(&self, args: &str, more: &[&str]) -> Command {
@@ -144,15 +154,21 @@ impl Copy {
     /// Builds the tests, which must succeed, then runs them.
     fn test(&self, test: &str, limit: Duration) -> Result<Outcome> {
         let args = format!("test {test}");
-        let built = within(&mut self.cargo(&args, &["--no-run"]), BUILD_LIMIT)?;
+        let output = self.folder.join("output");
+        let built = within(&mut self.cargo(&args, &["--no-run"]), BUILD_LIMIT, &output)?;
         ensure!(
             built.is_some_and(|status| status.success()),
-            "cargo {args} --no-run fails in {}",
-            self.folder.join("tree").display()
+            "cargo {args} --no-run fails; its output is in {}",
+            output.display()
         );
-        Ok(match within(&mut self.cargo(&args, &[]), limit)? {
+        Ok(match within(&mut self.cargo(&args, &[]), limit, &output)? {
             Some(status) if status.success() => Outcome::Passed,
-            Some(_) => Outcome::Failed,
+            Some(_) => {
+                let output = fs::read(&output)?;
+                let tests = failed_tests(&String::from_utf8_lossy(&output));
+                ensure!(!tests.is_empty(), "cargo {args} failed, but no test of it");
+                Outcome::Failed(tests)
+            }
             None => Outcome::Stopped,
         })
     }
@@ -183,6 +199,16 @@ impl Copy {
         fs::write(&path, original)?;
         outcome
     }
+}
+
+/// Names of failed tests, without their modules.
+fn failed_tests(output: &str) -> Vec<String> {
+    let tests = output.lines().filter_map(|line| {
+        let test = line.strip_prefix("test ")?;
+        let (test, _) = test.strip_suffix("FAILED")?.split_once(" ...")?;
+        Some(test.rsplit("::").next().unwrap_or(test).to_owned())
+    });
+    tests.collect()
 }
 
 fn write_if_changed(path: &Path, content: &[u8]) -> Result<()> {

@@ -112,7 +112,7 @@ fn chaos(buffer: &Buffer, seed: u64) -> Option<deep_ep::Error> {
         let mut late = |_| {
             steps += 1;
             let random = mix(&[seed, call, buffer.rank().0 as u64, steps]);
-            if random % 2 == 0 {
+            if random.is_multiple_of(2) {
                 thread::sleep(Duration::from_micros(random / 2 % 2000));
             }
         };
@@ -135,7 +135,8 @@ fn regroup(rank: usize, ranks: usize, port: u16) {
 
 fn say(line: &str) {
     // Not println, which the test harness would capture.
-    writeln!(std::io::stdout(), "\nsays {line}").unwrap();
+    let mut stdout = std::io::stdout();
+    writeln!(stdout, "\nsays {line}").unwrap();
 }
 
 /// The next line from the test; ends the process when there is none.

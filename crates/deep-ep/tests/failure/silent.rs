@@ -156,8 +156,8 @@ fn the_deadline_comes_from_the_environment() {
     .start();
     let start = Instant::now();
     // Rank 2 lives, and does nothing.
-    for rank in 0..2 {
-        players[rank].go(40);
+    for player in &mut players[..2] {
+        player.go(40);
     }
     for player in &players[..2] {
         let (named, error) = player.until_error();

@@ -173,7 +173,8 @@ fn run_baseline(row: &Row, baseline: &PathBuf) -> Result<Times> {
 
 fn run_engine(row: &Row, outputs: &str) -> Result<Times> {
     let mut command = Command::new(target().join("release/deep-ep"));
-    command.args("bench --launch processes --json - --no-verify".split(' '));
+    // As the baseline does, combine sends back the received rows.
+    command.args("bench --launch processes --json - --no-verify --expert-work none".split(' '));
     let options = [
         ("--ranks", row.ranks),
         ("--tokens", row.tokens),

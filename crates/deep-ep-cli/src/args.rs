@@ -7,7 +7,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::{
     batch::Sizes,
-    options::{EngineChoice, Launch, Mode, Options, Outputs, RowType},
+    options::{EngineChoice, ExpertWork, Launch, Mode, Options, Outputs, RowType},
 };
 
 /// Expert-parallel dispatch and combine for Mixture-of-Experts models
@@ -125,6 +125,10 @@ pub(crate) struct BenchArgs {
     /// Where dispatched rows and combine's input are (low-latency: combine's input)
     #[arg(long, value_enum, value_delimiter = ',', default_value = "loan")]
     pub(crate) outputs: Vec<Outputs>,
+    /// What the experts do between dispatch and combine. What they touch leaves dispatch's rows, and
+    /// the next input, colder in the caches
+    #[arg(long, value_enum, default_value_t = ExpertWork::Scale)]
+    pub(crate) expert_work: ExpertWork,
     /// Groups of neighbouring experts
     #[arg(long, value_delimiter = ',', default_value = "1", value_name = "G,..", value_parser = positive)]
     pub(crate) groups: Vec<usize>,
@@ -177,6 +181,7 @@ impl CommonArgs {
             mode,
             dtype,
             outputs,
+            expert_work: ExpertWork::Scale,
             engine: self.engine,
             num_sms: self.num_sms,
             timeout: self.timeout,
@@ -196,6 +201,11 @@ pub(crate) fn check(sizes: &Sizes, options: &Options) -> Result<()> {
         experts,
         ..
     } = *sizes;
+    ensure!(
+        options.expert_work == ExpertWork::Scale
+            || options.mode == Mode::HighThroughput && options.dtype == RowType::Bf16,
+        "--expert-work none needs --mode high-throughput and --dtype bf16"
+    );
     ensure!(
         experts % options.ranks == 0,
         "{experts} experts cannot be split evenly over {} ranks: --ranks must divide {experts}",

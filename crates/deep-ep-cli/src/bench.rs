@@ -91,6 +91,7 @@ fn configurations(args: &BenchArgs) -> Result<Vec<Configuration>> {
                     let tokens = workload.sizes.tokens.checked_mul(ranks);
                     workload.sizes.tokens = tokens.context("--tokens is too large")?;
                     let options = Options {
+                        expert_work: args.expert_work,
                         verify: !args.no_verify,
                         ..args.common.options(ranks, mode, dtype, outputs)
                     };

@@ -74,6 +74,16 @@ choice! {
     }
 }
 
+choice! {
+    /// What the experts do between dispatch and combine.
+    ExpertWork {
+        /// Expert e scales its rows by 1 + e/E; a row's weighted sum over its local experts is formed
+        Scale = "scale",
+        /// Nothing: combine reads the received rows as they are (high-throughput, bf16)
+        None = "none",
+    }
+}
+
 /// One job: what every rank of it must know besides its rank and its input.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Options {
@@ -83,6 +93,7 @@ pub(crate) struct Options {
     /// `None`: as the environment says.
     pub(crate) engine: Option<EngineChoice>,
     pub(crate) outputs: Outputs,
+    pub(crate) expert_work: ExpertWork,
     /// Bound on SMs or worker threads per rank; `None`: the library's.
     pub(crate) num_sms: Option<usize>,
     /// Deadline of every wait; `None`: as the environment says.

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     batch::Sizes,
-    options::{Launch, Mode, Options, Outputs, RowType},
+    options::{ExpertWork, Launch, Mode, Options, Outputs, RowType},
 };
 
 /// One rank's results.
@@ -145,6 +145,8 @@ pub(crate) struct JobReport {
     pub(crate) experts: usize,
     pub(crate) dtype: RowType,
     pub(crate) output: Outputs,
+    /// What the experts did in between.
+    pub(crate) expert_work: ExpertWork,
     /// Whether everything was compared with the reference and agrees.
     pub(crate) verified: bool,
     /// Largest difference from the reference; null without a comparison.
@@ -295,6 +297,7 @@ impl JobReport {
             experts: sizes.experts,
             dtype: options.dtype,
             output: options.outputs,
+            expert_work: options.expert_work,
             verified: checks.is_some() && mismatches.is_empty(),
             max_abs_error: checks.map(|c| c.iter().map(|c| c.max_abs_error).fold(0.0, f64::max)),
             mismatches,

@@ -16,7 +16,7 @@ use crate::{
     batch::{Ids, Sizes},
     expert,
     fp8::Fp8Rows,
-    options::{Outputs, RowType},
+    options::{ExpertWork, Outputs, RowType},
     report::Check,
     verify::{Received, Verifier},
 };
@@ -246,6 +246,9 @@ impl super::Calls for Calls<'_> {
     }
 
     fn experts(&mut self) -> Result<()> {
+        if self.rank.options.expert_work == ExpertWork::None {
+            return Ok(());
+        }
         let hidden = self.sizes.hidden;
         // Taken out while the received rows are borrowed.
         let mut outputs = std::mem::replace(&mut self.outputs, ExpertOutputs::Loan(None));
@@ -287,6 +290,13 @@ impl super::Calls for Calls<'_> {
             .as_ref()
             .context("nothing was dispatched yet")?;
         let rows = match &self.outputs {
+            _ if self.rank.options.expert_work == ExpertWork::None => match &arrived.lent {
+                Some(lent) => CombineRows::Loan(&lent.x),
+                None => CombineRows::Caller(Tensor::new(
+                    &self.memory.x,
+                    &[arrived.counts.rows, self.sizes.hidden],
+                )?),
+            },
             ExpertOutputs::Loan(loan) => CombineRows::Loan(loan.as_ref().context("no loan")?),
             ExpertOutputs::Caller(memory) => CombineRows::Caller(Tensor::new(
                 memory,

@@ -234,6 +234,7 @@ mod tests {
             dtype,
             engine: None,
             outputs: Outputs::Caller,
+            expert_work: crate::options::ExpertWork::Scale,
             num_sms: None,
             timeout: None,
             warmup: 0,

@@ -1,17 +1,17 @@
 //! Calls that were begun and not finished.
 
 use deep_ep::{
-    Buffer, CombineInput, Communicator, DispatchInput, Landing, LowLatencyDispatchInput, Rank,
-    Result, Routes,
+    Buffer, CombineInput, Communicator, DType, DispatchInput, DispatchOutput, Landing,
+    LowLatencyDispatchInput, Rank, Result, Routes,
 };
 use half::bf16;
 
-use super::{buffer, buffer_for, rejected_by_peer, still_works};
+use super::{buffer, buffer_for, invalid, rejected_by_peer, still_works};
 use crate::{
     high_throughput::{self, Calls},
     launch::{Launch, Params, run, run_both},
     low_latency,
-    world::{World, WorldPlan},
+    world::{Memory, World, WorldPlan},
 };
 
 /// How rank 1 gets rid of a call.
@@ -136,4 +136,38 @@ pub(crate) fn finished_too_late(communicator: &Communicator, _: &Params) {
 #[test]
 fn a_call_cannot_be_finished_after_another_was_begun() {
     run(Launch::Threads, 3, "finished_too_late", Params::default());
+}
+
+/// Rank 1 passes outputs that do not fit.
+pub(crate) fn wrong_outputs(communicator: &Communicator, _: &Params) {
+    let me = communicator.rank();
+    let world = World::new(&WorldPlan::default(), communicator.size());
+    let buffer = buffer(communicator);
+    let data = &world.ranks[me.0];
+    let routes = Routes::TopK {
+        topk: data.topk(),
+        num_experts: world.experts(),
+    };
+    for landing in [Landing::Loan, Landing::Caller] {
+        let input = DispatchInput {
+            landing,
+            ..DispatchInput::new(data.x(), routes)
+        };
+        let mut pending = buffer.dispatch(input).expect("the arguments are accepted");
+        if me == Rank(1) {
+            let rows = pending.counts().expect("every rank has begun").output_rows;
+            let mut x = Memory::new(DType::Bf16, &[rows + 1, world.plan.hidden]);
+            let done = pending.finish_into(DispatchOutput::new(x.tensor_mut()));
+            let reject = invalid(done.expect_err("a row too many"));
+            assert_eq!(reject.argument, "recv_x");
+        } else {
+            outcome(pending.finish(), landing, world.plan.hidden);
+        }
+        still_works(&buffer);
+    }
+}
+
+#[test]
+fn outputs_that_do_not_fit_end_the_call_and_the_next_works() {
+    run(Launch::Threads, 3, "wrong_outputs", Params::default());
 }

@@ -158,3 +158,32 @@ fn every_token_goes_to_one_expert() {
     let params = Params::default().with("skew", 3).with("stray", 0);
     run(Launch::Threads, 4, "one_rank_is_hot", params);
 }
+
+/// So many bytes that they are not left in caches, in rows that no cache line fits.
+pub(crate) fn many_bytes(communicator: &Communicator, _: &Params) {
+    let plan = WorldPlan {
+        dtype: 1,
+        hidden: 4112,
+        top_k: 3,
+        none: 20,
+        strided: 1,
+        ..Default::default()
+    };
+    let world = World::of_tokens(&plan, &[9000, 9001]);
+    let buffer = buffer(communicator);
+    for landing in 0..=2 {
+        for into in 0..=1 {
+            let calls = high_throughput::Calls {
+                landing,
+                into,
+                ..Default::default()
+            };
+            high_throughput::round_trip(&buffer, &world, &calls);
+        }
+    }
+}
+
+#[test]
+fn rows_of_more_bytes_than_caches_hold() {
+    run(Launch::Processes, 2, "many_bytes", Params::default());
+}

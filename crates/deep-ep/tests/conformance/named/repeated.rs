@@ -184,6 +184,48 @@ fn low_latency(buffer: &Buffer, call: usize, delays: &mut Delays) {
     );
 }
 
+/// The same loan is filled and combined again and again while other ranks may still read it.
+pub(crate) fn one_loan(communicator: &Communicator, params: &Params) {
+    let buffer = Buffer::new(communicator, config()).expect("a buffer");
+    let (rank, ranks) = (buffer.rank().0, buffer.num_ranks());
+    let mut delays = Delays {
+        random: Random::new(&[5]),
+        ranks,
+        rank,
+    };
+    let idx = choices(ranks);
+    let idx = Tensor::new(&idx, &[TOKENS, ranks]).unwrap();
+    let routes = Routes::TopK {
+        topk: TopK { idx, weights: None },
+        num_experts: ranks,
+    };
+    let x = vec![0f32; TOKENS * 4];
+    let x = Tensor::new(&x, &[TOKENS, 4]).unwrap();
+    let dispatched = buffer.dispatch(DispatchInput::new(x, routes)).unwrap();
+    let mut received = dispatched.finish().unwrap();
+    for call in 0..params.get("calls").expect("a number of calls") {
+        let rows = received.x.as_mut_slice::<f32>().expect("readers finish");
+        rows.fill((call * (rank + 1)) as f32);
+        let input = CombineInput::new(&received.x, &received.handle);
+        let pending = buffer.combine(input).expect("accepted");
+        delays.maybe();
+        let sums = pending.finish().expect("every rank combines").x;
+        let sum = (call * ranks * (ranks + 1) / 2) as f32;
+        let right = sums.as_slice::<f32>().unwrap().iter().all(|&x| x == sum);
+        assert!(
+            right,
+            "sums of call {call} on rank {rank} are not {sum}: {sums:?}"
+        );
+    }
+}
+
+#[test]
+fn a_loan_is_written_again_only_when_it_was_read() {
+    let params = Params::default().with("calls", 2_000);
+    run(Launch::Threads, 3, "one_loan", params.clone());
+    run(Launch::Processes, 2, "one_loan", params);
+}
+
 #[test]
 fn nothing_is_stale_in_10_000_calls_with_late_ranks() {
     let params = Params::default().with("calls", 10_000);

@@ -8,8 +8,10 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::command::{cargo, read, root, shown, succeed};
-use crate::kernels;
+use crate::{
+    command::{cargo, read, root, shown, succeed},
+    kernels,
+};
 
 /// Memory that the large case takes, with room for what else runs.
 const LARGE_CASE_KIB: u64 = 14 << 20;

@@ -43,7 +43,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     let mut config = Config::default();
     config.sms = args.sms.clone();
     let limit = measure(&settings, &config).map_err(|error| match error {
-        deep_ep::Error::InvalidArgument(_) => Failure::Usage(error.into()),
+        deep_ep::Error::InvalidArgument(reject) => Failure::Usage(anyhow::anyhow!("--{reject}")),
         error => Failure::Job(error.into()),
     })?;
     let report = Report::new(&limit);

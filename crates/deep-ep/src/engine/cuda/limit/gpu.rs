@@ -154,22 +154,35 @@ impl Gpu {
     pub(super) fn round_trip(&self, trips: u32, timeout: Duration) -> Result<Duration> {
         self.clear_flags()?;
         let second = self.flags.address() + FLAG_STRIDE as u64;
-        self.bounce(second, trips, timeout, true)
+        self.bounce(second, &self.result()?, trips, timeout, true)
+    }
+
+    /// A place for the result of [`Self::ask`]. It must be there before the other side waits:
+    /// taking pinned memory may wait for kernels of every GPU.
+    pub(super) fn result(&self) -> Result<Pinned<RoundTrip>> {
+        Pinned::new(&self.context, RoundTrip::zeroed())
     }
 
     /// Begins to bounce a flag with `other`, which answers.
-    pub(super) fn ask(&self, other: &Self, trips: u32, timeout: Duration) -> Result<Duration> {
-        self.bounce(other.flags.address(), trips, timeout, false)
+    pub(super) fn ask(
+        &self,
+        other: &Self,
+        result: &Pinned<RoundTrip>,
+        trips: u32,
+        timeout: Duration,
+    ) -> Result<Duration> {
+        self.bounce(other.flags.address(), result, trips, timeout, false)
     }
 
     fn bounce(
         &self,
         theirs: u64,
+        result: &Pinned<RoundTrip>,
         trips: u32,
         timeout: Duration,
         both_here: bool,
     ) -> Result<Duration> {
-        let result = Pinned::new(&self.context, RoundTrip::zeroed())?;
+        result.store(RoundTrip::zeroed());
         let params = RoundTripParams {
             mine: self.flags.address(),
             theirs,
@@ -192,18 +205,16 @@ impl Gpu {
         let result = result.load();
         match result.state {
             RoundTrip::COMPLETE => Ok(Duration::from_nanos(result.nanoseconds) / trips.max(1)),
-            RoundTrip::TIMED_OUT => Err(Error::Timeout {
-                operation: "round trip of a flag".into(),
-                stage: format!("trip {}", result.trips + 1).into(),
-                ranks: Vec::new(),
-                waited: timeout,
-            }),
-            state => Err(Error::Cuda {
-                call: "round_trip".into(),
-                code: state,
-                name: "no result".into(),
-                message: "the kernel ended without writing its result".into(),
-            }),
+            RoundTrip::TIMED_OUT => Err(failure(
+                result.state,
+                "timed out",
+                format!("the flag did not come back in trip {}", result.trips + 1),
+            )),
+            state => Err(failure(
+                state,
+                "no result",
+                "the kernel ended without writing its result".to_owned(),
+            )),
         }
     }
 
@@ -227,6 +238,16 @@ impl Gpu {
         // SAFETY: the struct is the kernel's parameter, and the flags live as long as both GPUs,
         // which the caller keeps until this stream is synchronised.
         unsafe { self.round_trip.launch(&self.stream, shape, &params) }
+    }
+}
+
+/// What a round trip came to instead of a time.
+fn failure(code: u32, name: &str, message: String) -> Error {
+    Error::Cuda {
+        call: "round_trip".into(),
+        code,
+        name: name.into(),
+        message,
     }
 }
 

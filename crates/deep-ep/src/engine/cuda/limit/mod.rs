@@ -133,8 +133,8 @@ pub struct Limit {
 /// # Errors
 ///
 /// [`Error::Unsupported`] without CUDA, saying what is missing; [`Error::InvalidArgument`] for an
-/// SM count that a GPU does not have; [`Error::OutOfMemory`]; [`Error::Timeout`] if a flag does not
-/// come back; [`Error::Cuda`] otherwise, also if a copy differs from its source.
+/// SM count that a GPU does not have; [`Error::OutOfMemory`]; [`Error::Cuda`] otherwise, also if a
+/// copy differs from its source or a flag does not come back.
 pub fn measure(settings: &Settings, config: &Config) -> Result<Limit> {
     let devices = Device::all()?;
     let counts = sm_counts(config, &devices)?;
@@ -292,8 +292,9 @@ fn round_trip_link(gpus: &[Gpu]) -> Result<Duration> {
     let (first, second) = (&gpus[0], &gpus[1]);
     first.clear_flags()?;
     second.clear_flags()?;
+    let result = first.result()?;
     second.answer(first, TRIPS, ROUND_TRIP_TIMEOUT)?;
-    let asked = first.ask(second, TRIPS, ROUND_TRIP_TIMEOUT);
+    let asked = first.ask(second, &result, TRIPS, ROUND_TRIP_TIMEOUT);
     // Whatever became of it, the other side ends by itself: by the last flag or by its deadline.
     second.stream.synchronize()?;
     asked

@@ -46,6 +46,8 @@ pub(super) struct Gpu {
     store: Function,
     bulk: Option<Function>,
     round_trip: Function,
+    /// Bytes of shared memory with which a block has its SM to itself.
+    whole_sm: u32,
 }
 
 impl Gpu {
@@ -54,7 +56,8 @@ impl Gpu {
         let context = Context::new(device)?;
         let module = jit.module(&context, key)?;
         let shared = constants.shared_bytes();
-        let bulk = device.compute_capability()?.major >= 9 && device.shared_memory()? >= shared;
+        let whole_sm = device.shared_memory()?;
+        let bulk = device.compute_capability()?.major >= 9 && whole_sm >= shared;
         let this = Self {
             stream: Stream::new(&context)?,
             key: constants,
@@ -66,7 +69,8 @@ impl Gpu {
                 true => Some(module.function(c"bulk_copy", shared)?),
                 false => None,
             },
-            round_trip: module.function(c"round_trip", 0)?,
+            round_trip: module.function(c"round_trip", whole_sm)?,
+            whole_sm,
             context,
         };
         this.source.upload(&this.stream, &pattern(device.ordinal))?;
@@ -194,8 +198,9 @@ impl Gpu {
         let shape = Shape {
             blocks: if both_here { 2 } else { 1 },
             threads: 32,
-            shared_bytes: 0,
-            // Two blocks wait for each other, so both must be resident.
+            // Two blocks are to be on different SMs.
+            shared_bytes: if both_here { self.whole_sm } else { 0 },
+            // They wait for each other, so both must be resident.
             cooperative: both_here,
         };
         // SAFETY: the struct is the kernel's parameter. The flags live as long as their GPUs, and

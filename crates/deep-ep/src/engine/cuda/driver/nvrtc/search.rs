@@ -190,6 +190,10 @@ fn packages(variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
                 prefixes.extend(matching(&prefix.join("versions"), |_| true));
             }
             prefixes.push(prefix.to_owned());
+            if prefix == Path::new("/usr") {
+                // Where pip installs for a distribution's Python.
+                prefixes.push("/usr/local".into());
+            }
         }
     }
     prefixes.extend(variable("HOME").map(|home| Path::new(&home).join(".local")));

@@ -2,8 +2,9 @@
 
 use std::{
     ffi::OsStr,
+    fs::File,
     os::unix::process::CommandExt,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Command, ExitStatus, Stdio},
     thread,
     time::{Duration, Instant},
@@ -80,12 +81,18 @@ pub(crate) fn read(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// Runs it silently, with all that it starts, for at most `limit`; `None` when it was stopped then.
-pub(crate) fn within(command: &mut Command, limit: Duration) -> Result<Option<ExitStatus>> {
+/// Runs it with its output going to a file, with all that it starts, for at most `limit`; `None`
+/// when it was stopped then.
+pub(crate) fn within(
+    command: &mut Command,
+    limit: Duration,
+    output: &Path,
+) -> Result<Option<ExitStatus>> {
+    let output = File::create(output).with_context(|| format!("writing {}", output.display()))?;
     let mut child = command
         .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
+        .stderr(output.try_clone()?)
+        .stdout(output)
         .process_group(0)
         .spawn()
         .with_context(|| format!("starting {}", shown(command)))?;

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeSet,
-    fs,
+    fs::{self, File},
     path::{Path, PathBuf},
     process::Command,
     time::{Duration, Instant},
@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::{
     command::{cargo, read, root, target, within},
-    mutations::{ALL, Mutation},
+    mutations::{Mutation, all},
 };
 
 /// Time for building a test.
@@ -32,16 +32,16 @@ pub(crate) struct Args {
 }
 
 /// What became of the tests.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 enum Outcome {
     Passed,
-    Failed,
+    /// With the names of those that failed.
+    Failed(Vec<String>),
     Stopped,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let chosen: Vec<_> = ALL
-        .iter()
+    let chosen: Vec<_> = all()
         .filter(|mutation| {
             args.only
                 .as_ref()
@@ -60,6 +60,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     let copy = Copy::new()?;
     let limit = Duration::from_secs(args.limit);
+    for mutation in &chosen {
+        copy.original(mutation)?;
+    }
     let tests: BTreeSet<_> = chosen.iter().map(|mutation| mutation.test).collect();
     for test in tests {
         let outcome = copy.test(test, limit).context("without a mutation")?;
@@ -73,16 +76,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     for mutation in &chosen {
         let start = Instant::now();
         let outcome = copy.mutated(mutation, limit).context(mutation.name)?;
-        let word = match outcome {
-            Outcome::Passed => "SURVIVED",
-            Outcome::Failed => "caught",
-            Outcome::Stopped => "caught (hangs)",
+        let (verdict, by) = match &outcome {
+            Outcome::Passed => ("SURVIVED", String::new()),
+            Outcome::Failed(tests) => ("caught", tests.join(", ")),
+            Outcome::Stopped => ("caught", "a test that hangs".into()),
         };
-        println!(
-            "{:<44} {word:<15} {:>6.1} s",
-            mutation.name,
-            start.elapsed().as_secs_f64()
-        );
+        let took = start.elapsed().as_secs_f64();
+        println!("{:<42} {verdict:<8} {took:>6.1} s  {by}", mutation.name);
         if outcome == Outcome::Passed {
             survived.push(mutation.name);
         }
@@ -101,6 +101,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 /// A copy of the tracked files, in `target/mutants/tree`, built in `target/mutants/target`.
 struct Copy {
     folder: PathBuf,
+    /// Held for as long as the copy is used.
+    _lock: File,
 }
 
 impl Copy {
@@ -109,6 +111,13 @@ impl Copy {
     fn new() -> Result<Self> {
         let folder = target().join("mutants");
         let tree = folder.join("tree");
+        fs::create_dir_all(&tree)?;
+        let lock = File::create(folder.join("lock"))?;
+        ensure!(
+            lock.try_lock().is_ok(),
+            "another run uses {}",
+            folder.display()
+        );
         let list = read(
             Command::new("git")
                 .args(["ls-files", "-z"])
@@ -123,7 +132,10 @@ impl Copy {
             }
         }
         remove_others(&tree, &tree, &files)?;
-        Ok(Self { folder })
+        Ok(Self {
+            folder,
+            _lock: lock,
+        })
     }
 
     fn cargo(&self, args: &str, more: &[&str]) -> Command {
@@ -131,40 +143,72 @@ impl Copy {
         command
             .current_dir(self.folder.join("tree"))
             .env("CARGO_TARGET_DIR", self.folder.join("target"))
-            .env("RUST_BACKTRACE", "0");
+            // What takes time here is building.
+            .env("CARGO_PROFILE_DEV_DEBUG", "0")
+            .env("RUST_BACKTRACE", "0")
+            // Ranks that would wait for ever end soon; tests that are about deadlines set their own.
+            .env("DEEP_EP_TIMEOUT_SECS", "4");
         command
     }
 
     /// Builds the tests, which must succeed, then runs them.
     fn test(&self, test: &str, limit: Duration) -> Result<Outcome> {
         let args = format!("test {test}");
-        let built = within(&mut self.cargo(&args, &["--no-run"]), BUILD_LIMIT)?;
+        let output = self.folder.join("output");
+        let built = within(&mut self.cargo(&args, &["--no-run"]), BUILD_LIMIT, &output)?;
         ensure!(
             built.is_some_and(|status| status.success()),
-            "cargo {args} --no-run fails in {}",
-            self.folder.join("tree").display()
+            "cargo {args} --no-run fails; its output is in {}",
+            output.display()
         );
-        Ok(match within(&mut self.cargo(&args, &[]), limit)? {
+        Ok(match within(&mut self.cargo(&args, &[]), limit, &output)? {
             Some(status) if status.success() => Outcome::Passed,
-            Some(_) => Outcome::Failed,
+            Some(_) => {
+                let output = fs::read(&output)?;
+                let tests = failed_tests(&String::from_utf8_lossy(&output));
+                ensure!(!tests.is_empty(), "cargo {args} failed, but no test of it");
+                Outcome::Failed(tests)
+            }
             None => Outcome::Stopped,
         })
     }
 
-    fn mutated(&self, mutation: &Mutation, limit: Duration) -> Result<Outcome> {
-        let path = self.folder.join("tree").join(mutation.file);
-        let original = fs::read_to_string(&path)?;
+    fn path(&self, mutation: &Mutation) -> PathBuf {
+        self.folder.join("tree").join(mutation.file)
+    }
+
+    /// The file that a mutation changes, which has the place to change once.
+    fn original(&self, mutation: &Mutation) -> Result<String> {
+        let Mutation {
+            name, file, old, ..
+        } = mutation;
+        let original = fs::read_to_string(self.path(mutation))
+            .with_context(|| format!("mutation {name}: reading {file}"))?;
         ensure!(
-            original.matches(mutation.old).count() == 1,
-            "{} must contain once:\n{}",
-            mutation.file,
-            mutation.old
+            original.matches(old).count() == 1,
+            "mutation {name}: {file} must contain once:\n{old}"
         );
+        Ok(original)
+    }
+
+    fn mutated(&self, mutation: &Mutation, limit: Duration) -> Result<Outcome> {
+        let path = self.path(mutation);
+        let original = self.original(mutation)?;
         fs::write(&path, original.replace(mutation.old, mutation.new))?;
         let outcome = self.test(mutation.test, limit);
         fs::write(&path, original)?;
         outcome
     }
+}
+
+/// Names of failed tests, without their modules.
+fn failed_tests(output: &str) -> Vec<String> {
+    let tests = output.lines().filter_map(|line| {
+        let test = line.strip_prefix("test ")?;
+        let (test, _) = test.strip_suffix("FAILED")?.split_once(" ...")?;
+        Some(test.rsplit("::").next().unwrap_or(test).to_owned())
+    });
+    tests.collect()
 }
 
 fn write_if_changed(path: &Path, content: &[u8]) -> Result<()> {

@@ -218,9 +218,8 @@ pub(crate) fn check(sizes: &Sizes, options: &Options) -> Result<()> {
         ..
     } = *sizes;
     ensure!(
-        options.expert_work == ExpertWork::Scale
-            || options.mode == Mode::HighThroughput && options.dtype == RowType::Bf16,
-        "--expert-work none needs --mode high-throughput and --dtype bf16"
+        options.expert_work == ExpertWork::Scale || options.mode == Mode::HighThroughput,
+        "--expert-work none needs --mode high-throughput"
     );
     ensure!(
         experts % options.ranks == 0,

@@ -79,7 +79,7 @@ choice! {
     ExpertWork {
         /// Expert e scales its rows by 1 + e/E; a row's weighted sum over its local experts is formed
         Scale = "scale",
-        /// Nothing: combine reads the received rows as they are (high-throughput, bf16)
+        /// Nothing: combine reads the received rows as they are (high-throughput; with fp8, cast back once)
         None = "none",
     }
 }

@@ -32,6 +32,8 @@ pub(super) struct Calls<'a> {
     memory: Memory,
     /// Combine's input.
     outputs: ExpertOutputs,
+    /// Whether the experts wrote outputs.
+    written: bool,
     combined: Vec<bf16>,
 }
 
@@ -79,6 +81,7 @@ impl<'a> Calls<'a> {
                 Outputs::Loan => ExpertOutputs::Loan(None),
                 Outputs::Caller => ExpertOutputs::Caller(Vec::new()),
             },
+            written: false,
             combined: vec![bf16::ZERO; batch.x.len()],
         })
     }
@@ -246,7 +249,9 @@ impl super::Calls for Calls<'_> {
     }
 
     fn experts(&mut self) -> Result<()> {
-        if self.rank.options.expert_work == ExpertWork::None {
+        let idle = self.rank.options.expert_work == ExpertWork::None;
+        // Every iteration receives the same rows, so idle experts' outputs are the same, too.
+        if idle && (self.fp8.is_none() || self.written) {
             return Ok(());
         }
         let hidden = self.sizes.hidden;
@@ -277,9 +282,13 @@ impl super::Calls for Calls<'_> {
                 .filter(|(local, _)| *local >= 0)
                 .map(|(local, weight)| (first + local as usize, weight));
             let x = as_bf16(received.row(row), received.row_scales(row), &mut scratch);
-            expert::weighted_sum(x, choices, self.sizes.experts, &mut parts, out);
+            match idle {
+                true => out.copy_from_slice(x),
+                false => expert::weighted_sum(x, choices, self.sizes.experts, &mut parts, out),
+            }
         }
         self.outputs = outputs;
+        self.written = true;
         Ok(())
     }
 
@@ -290,7 +299,8 @@ impl super::Calls for Calls<'_> {
             .as_ref()
             .context("nothing was dispatched yet")?;
         let rows = match &self.outputs {
-            _ if self.rank.options.expert_work == ExpertWork::None => match &arrived.lent {
+            // Idle experts' outputs are the received rows.
+            _ if !self.written => match &arrived.lent {
                 Some(lent) => CombineRows::Loan(&lent.x),
                 None => CombineRows::Caller(Tensor::new(
                     &self.memory.x,

@@ -1,5 +1,7 @@
 //! Ways to break the code that a test must notice.
 
+mod calls;
+
 /// A change of one place, and the tests that must then fail.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Mutation {
@@ -13,7 +15,7 @@ pub(crate) struct Mutation {
     pub(crate) test: &'static str,
 }
 
-const SYNC: &str = "crates/deep-ep/src/engine/cpu/sync.rs";
+const SYNC: &str = "crates/deep-ep/src/engine/cpu/sync/mod.rs";
 const GROUP: &str = "crates/deep-ep/src/engine/cpu/group.rs";
 /// Every interleaving of small programs.
 const MODELS: &str = "-p deep-ep --lib engine::cpu::sync";
@@ -43,7 +45,13 @@ const fn group(
     }
 }
 
-pub(crate) const ALL: &[Mutation] = &[
+/// All of them.
+pub(crate) fn all() -> impl Iterator<Item = &'static Mutation> {
+    WORDS.iter().chain(calls::CALLS)
+}
+
+/// The protocol's words: their orderings, and what ranks notice and when.
+const WORDS: &[Mutation] = &[
     // The protocol's orderings.
     model(
         "mailbox-posted-relaxed",

@@ -1,9 +1,10 @@
-//! Tasks of this repository: `cargo xtask test`, `mutate`, `bench-cpu`.
+//! Tasks of this repository: `cargo xtask test`, `kernels`, `mutate`, `bench-cpu`.
 
 #![forbid(unsafe_code)]
 
 mod bench_cpu;
 mod command;
+mod kernels;
 mod mutate;
 mod mutations;
 mod test;
@@ -17,6 +18,8 @@ use clap::Parser;
 enum Task {
     /// Test everything that can be tested on this machine
     Test(test::Args),
+    /// Compile every GPU kernel for every architecture, without a GPU
+    Kernels(kernels::Args),
     /// Break the code in known ways and see that the tests notice
     Mutate(mutate::Args),
     /// Compare the CPU engine with a baseline program that uses MPI, in one interleaved run
@@ -26,6 +29,7 @@ enum Task {
 fn main() -> ExitCode {
     let done = match Task::parse() {
         Task::Test(args) => test::run(&args),
+        Task::Kernels(args) => kernels::run(&args),
         Task::Mutate(args) => mutate::run(&args),
         Task::BenchCpu(args) => bench_cpu::run(&args),
     };

@@ -8,7 +8,10 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::command::{cargo, read, root, shown, succeed};
+use crate::{
+    command::{cargo, read, root, shown, succeed},
+    kernels,
+};
 
 /// Memory that the large case takes, with room for what else runs.
 const LARGE_CASE_KIB: u64 = 14 << 20;
@@ -33,6 +36,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     doc.env("RUSTDOCFLAGS", "-D warnings");
     steps.run("documentation", doc)?;
     steps.run("tests", cargo(["test", "--workspace", "--locked"]))?;
+    steps.run("kernels", kernels::tests()?)?;
     for example in examples()? {
         let run = ["run", "--locked", "-p", "deep-ep", "--example", &example];
         steps.run(&format!("example {example}"), cargo(run))?;

@@ -144,6 +144,22 @@ pub(crate) struct BenchArgs {
     /// Compare nothing with the reference (by default the first and the last iteration are)
     #[arg(long)]
     pub(crate) no_verify: bool,
+    /// Measure what memory and links of this host's GPUs can do at most, and nothing else
+    #[arg(long, conflicts_with_all = [
+        "tokens", "hidden", "top_k", "experts", "ranks", "mode", "dtype", "launch", "outputs",
+        "groups", "top_groups", "skew", "seed", "no_verify", "engine", "num_sms", "timeout",
+        "iters", "warmup",
+    ])]
+    pub(crate) limit: bool,
+    /// SM counts for --limit [default: 4,8,16,24,32,64]
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "N,..",
+        requires = "limit",
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
+    pub(crate) sms: Vec<u32>,
     #[command(flatten)]
     pub(crate) common: CommonArgs,
 }

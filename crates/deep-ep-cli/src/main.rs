@@ -14,6 +14,7 @@ mod fp8;
 mod input;
 mod job;
 mod launch;
+mod limit;
 mod options;
 mod output;
 mod report;
@@ -47,6 +48,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = log().and_then(|()| match cli.command {
         Command::Run(args) => run::run(&args),
+        Command::Bench(args) if args.limit => limit::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Rank => return_code(launch::serve()),

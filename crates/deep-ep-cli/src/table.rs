@@ -8,7 +8,11 @@ use crate::{
 };
 
 /// A table whose columns after the first `left` are aligned to the right.
-fn table(header: &[&str], left: usize, rows: impl Iterator<Item = Vec<String>>) -> Table {
+pub(crate) fn table(
+    header: &[&str],
+    left: usize,
+    rows: impl Iterator<Item = Vec<String>>,
+) -> Table {
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED).set_header(header);
     for row in rows {

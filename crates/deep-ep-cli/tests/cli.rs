@@ -402,7 +402,40 @@ fn doctor_says_what_there_is() {
         (&timeout["value"], &timeout["from"]),
         (&"60".into(), &"DEEP_EP_TIMEOUT_SECS".into())
     );
+    let gpu = &report["gpu"];
+    assert_eq!(gpu["driver"].is_null(), gpu["no_driver"].is_string());
+    assert_eq!(
+        gpu["driver"].is_null(),
+        gpu["devices"].as_array().unwrap().is_empty()
+    );
     assert!(output(&["doctor"]).status.success());
+}
+
+#[test]
+fn the_limit_needs_a_gpu_and_says_so() {
+    let report = &json(&["doctor", "--json"])[0];
+    if report["gpu"]["driver"].is_null() {
+        let message = failure(&["bench", "--limit"], 1);
+        assert!(message.contains("CUDA is not supported here"), "{message}");
+    }
+    failure(&["bench", "--sms", "4"], 2);
+    failure(&["bench", "--limit", "--sms", "0"], 2);
+    failure(&["bench", "--limit", "--tokens", "4"], 2);
+}
+
+#[test]
+fn an_nvrtc_that_is_not_there_is_named() {
+    let mut command = deep_ep(&["doctor", "--json"]);
+    let output = command
+        .env("DEEP_EP_NVRTC", "/nowhere/libnvrtc.so")
+        .output()
+        .unwrap();
+    assert!(output.status.success());
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let tried = report["gpu"]["nvrtc_tried"].as_array().unwrap();
+    assert_eq!(tried.len(), 1);
+    assert_eq!(tried[0]["library"], "/nowhere/libnvrtc.so");
+    assert!(tried[0]["refused"].is_string() && report["gpu"]["nvrtc"].is_null());
 }
 
 /// A job that would run for hours, with its ranks at work.

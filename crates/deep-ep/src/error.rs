@@ -121,6 +121,19 @@ pub enum Error {
         reason: String,
     },
 
+    /// CUDA refused: the driver, or the compiler NVRTC.
+    #[error("{call} failed: {name} ({code}): {message}")]
+    Cuda {
+        /// The function that was called.
+        call: Text,
+        /// What it returned.
+        code: u32,
+        /// The code's name, as `CUDA_ERROR_ILLEGAL_ADDRESS`.
+        name: String,
+        /// What it means; the compiler's log if a kernel could not be compiled.
+        message: String,
+    },
+
     /// The operating system refused.
     #[error("{context}: {source}")]
     Io {

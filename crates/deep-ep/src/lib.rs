@@ -48,6 +48,7 @@
 //! | [`bootstrap`] | how ranks find each other |
 //! | [`tensor`] | borrowed and owned tensors |
 //! | [`routing`], [`codec`], [`topology`] | pure functions: routes, FP8 and LogFMT, ranks and nodes |
+//! | [`cuda`] | what NVIDIA GPUs are here, and how fast their memory and links are |
 //! | [`reference`](mod@reference) | the slow and obvious definition of every call, for tests |
 //! | [`settings`] | environment variables |
 
@@ -77,6 +78,7 @@ pub use buffer::{
     Statistics, Stream, TopK,
 };
 pub use dtype::{DType, Element, F8E4M3};
+pub use engine::cuda;
 pub use error::{Error, Reject, Result, Text};
 pub use settings::{EngineChoice, Settings};
 pub use tensor::{Device, OwnedTensor, Shape, Tensor, TensorMut};

@@ -136,8 +136,8 @@ impl fmt::Debug for Secret {
 pub struct Settings {
     /// `DEEP_EP_ENGINE`: `auto` (default), `cpu` or `cuda`.
     pub engine: Setting<EngineChoice>,
-    /// `DEEP_EP_CACHE_DIR`: where compiled kernels are kept. Default: `deep-ep` in
-    /// `XDG_CACHE_HOME`, or in `.cache` of `HOME`; none if neither is set.
+    /// `DEEP_EP_CACHE_DIR`: where compiled kernels are kept. Default: `EP_JIT_CACHE_DIR` (DeepEP's
+    /// own name for it), or `deep-ep` in `XDG_CACHE_HOME`, or in `.cache` of `HOME`; none if neither is set.
     pub cache_dir: Setting<Option<PathBuf>>,
     /// `DEEP_EP_NVRTC`: the NVRTC library to load. Default: searched for.
     pub nvrtc: Setting<Option<PathBuf>>,
@@ -399,6 +399,7 @@ impl<F: Fn(&str) -> Option<OsString>> Reader<F> {
     fn cache_dir(&self) -> Setting<Option<PathBuf>> {
         for (name, below) in [
             ("DEEP_EP_CACHE_DIR", ""),
+            ("EP_JIT_CACHE_DIR", ""),
             ("XDG_CACHE_HOME", "deep-ep"),
             ("HOME", ".cache/deep-ep"),
         ] {

@@ -135,50 +135,6 @@ impl Memory {
     }
 }
 
-#[derive(Debug, Serialize)]
-pub(super) struct Gpu {
-    /// Device files of NVIDIA GPUs.
-    pub(super) devices: Vec<String>,
-    /// Version of the kernel's driver.
-    pub(super) driver: Option<String>,
-    /// `libcuda.so.1`.
-    pub(super) driver_library: Option<String>,
-    /// The compiler library.
-    pub(super) nvrtc: Option<String>,
-}
-
-impl Gpu {
-    /// `nvrtc` is the setting, which is used as it is.
-    pub(super) fn look(nvrtc: Option<&Path>) -> Self {
-        let mut devices: Vec<String> = entries(Path::new("/dev"))
-            .filter(|path| {
-                let name = path
-                    .file_name()
-                    .and_then(|name| name.to_str())
-                    .unwrap_or_default();
-                name.strip_prefix("nvidia")
-                    .is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
-            })
-            .map(|path| path.display().to_string())
-            .collect();
-        devices.sort();
-        let nvrtc = match nvrtc {
-            Some(path) => path.exists().then(|| path.display().to_string()),
-            None => ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
-                .into_iter()
-                .find_map(library),
-        };
-        Self {
-            devices,
-            driver: fs::read_to_string("/sys/module/nvidia/version")
-                .ok()
-                .map(|v| v.trim().to_owned()),
-            driver_library: library("libcuda.so.1"),
-            nvrtc,
-        }
-    }
-}
-
 /// Looks for a shared library where the loader would, and where CUDA is usually installed.
 pub(super) fn library(name: &str) -> Option<String> {
     let from_environment = std::env::var_os("LD_LIBRARY_PATH");

@@ -1,6 +1,7 @@
 //! `deep-ep doctor`: what this machine has, what would be used, and what to do about what is
 //! missing.
 
+mod gpu;
 mod machine;
 mod print;
 
@@ -17,7 +18,7 @@ struct Diagnosis {
     version: &'static str,
     cpu: machine::Cpu,
     memory: machine::Memory,
-    gpu: machine::Gpu,
+    gpu: gpu::Gpus,
     /// libfabric, the network library; `None` if it is not installed.
     libfabric: Option<String>,
     settings: Vec<Setting>,
@@ -67,7 +68,7 @@ impl Diagnosis {
             version: env!("CARGO_PKG_VERSION"),
             cpu: machine::Cpu::look(),
             memory: machine::Memory::look()?,
-            gpu: machine::Gpu::look(settings.nvrtc.value.as_deref()),
+            gpu: gpu::Gpus::look(settings),
             libfabric: machine::library("libfabric.so.1"),
             settings: settings
                 .iter()
@@ -145,21 +146,13 @@ fn advice(diagnosis: &Diagnosis) -> Vec<Advice> {
             "a large range is reserved at construction, which costs no memory: ulimit -v unlimited",
         );
     }
-    match &diagnosis.gpu {
-        gpu if gpu.devices.is_empty() => add(
-            "no NVIDIA GPU is visible",
-            "the cpu engine is used; in a container, pass the GPUs to it (docker run --gpus all)",
-        ),
-        gpu if gpu.driver_library.is_none() => add(
-            "a GPU is visible, but the driver's library libcuda.so.1 is not",
-            "install the NVIDIA driver, or let the container runtime mount it",
-        ),
-        gpu if gpu.nvrtc.is_none() => add(
-            "a GPU is visible, but NVRTC is not, which compiles kernels at first use",
-            "install it (pip install nvidia-cuda-nvrtc, or the CUDA toolkit) or point DEEP_EP_NVRTC at libnvrtc.so",
-        ),
-        _ => {}
-    }
+    advice.extend(diagnosis.gpu.advice());
+    let mut add = |what: &str, todo: &str| {
+        advice.push(Advice {
+            what: what.into(),
+            todo: todo.into(),
+        })
+    };
     if diagnosis.libfabric.is_none() {
         add(
             "libfabric is not installed",

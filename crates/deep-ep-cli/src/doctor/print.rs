@@ -3,9 +3,12 @@
 use super::Diagnosis;
 use crate::table::bytes;
 
+/// Lines of a section: a name and what is known about it.
+pub(super) type Facts = Vec<(&'static str, String)>;
+
 pub(super) fn text(diagnosis: &Diagnosis) -> String {
     let mut lines = vec![format!("deep-ep {}", diagnosis.version)];
-    let mut section = |title: &str, facts: Vec<(&str, String)>| {
+    let mut section = |title: &str, facts: Facts| {
         lines.push(String::new());
         lines.push(title.to_owned());
         let width = facts.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
@@ -17,7 +20,11 @@ pub(super) fn text(diagnosis: &Diagnosis) -> String {
     };
     section("Processor", processor(diagnosis));
     section("Memory", memory(diagnosis));
-    section("GPU and network", devices(diagnosis));
+    section("GPUs", diagnosis.gpu.facts());
+    section(
+        "Network",
+        vec![("libfabric", or_none(&diagnosis.libfabric))],
+    );
     section("Settings", settings(diagnosis));
     let engine = &diagnosis.engine;
     section(
@@ -47,7 +54,7 @@ fn or_none(value: &Option<String>) -> String {
     value.clone().unwrap_or_else(|| "not found".into())
 }
 
-fn processor(diagnosis: &Diagnosis) -> Vec<(&'static str, String)> {
+fn processor(diagnosis: &Diagnosis) -> Facts {
     let cpu = &diagnosis.cpu;
     vec![
         (
@@ -60,7 +67,7 @@ fn processor(diagnosis: &Diagnosis) -> Vec<(&'static str, String)> {
     ]
 }
 
-fn memory(diagnosis: &Diagnosis) -> Vec<(&'static str, String)> {
+fn memory(diagnosis: &Diagnosis) -> Facts {
     let memory = &diagnosis.memory;
     let limit = |limit: Option<u64>| limit.map_or("unlimited".into(), bytes);
     let pages = |setting: &Option<String>| setting.clone().unwrap_or_else(|| "none".into());
@@ -94,24 +101,7 @@ fn memory(diagnosis: &Diagnosis) -> Vec<(&'static str, String)> {
     facts
 }
 
-fn devices(diagnosis: &Diagnosis) -> Vec<(&'static str, String)> {
-    let gpu = &diagnosis.gpu;
-    vec![
-        (
-            "NVIDIA GPUs",
-            match gpu.devices.is_empty() {
-                true => "none".into(),
-                false => gpu.devices.join(" "),
-            },
-        ),
-        ("kernel driver", or_none(&gpu.driver)),
-        ("libcuda.so.1", or_none(&gpu.driver_library)),
-        ("NVRTC", or_none(&gpu.nvrtc)),
-        ("libfabric", or_none(&diagnosis.libfabric)),
-    ]
-}
-
-fn settings(diagnosis: &Diagnosis) -> Vec<(&'static str, String)> {
+fn settings(diagnosis: &Diagnosis) -> Facts {
     let width = diagnosis
         .settings
         .iter()

@@ -6,6 +6,7 @@
 //! pointer. Dropping an unfinished call abandons it.
 
 pub(crate) mod cpu;
+pub mod cuda;
 
 use crate::{
     buffer::{

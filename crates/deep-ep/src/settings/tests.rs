@@ -112,3 +112,22 @@ fn the_secret_is_never_shown() {
             .any(|line| line.name == "DEEP_EP_SECRET" && line.value == "hidden")
     );
 }
+
+#[test]
+fn the_cache_folder_has_two_names_and_two_defaults() {
+    let all = [
+        ("DEEP_EP_CACHE_DIR", "/own"),
+        ("EP_JIT_CACHE_DIR", "/other"),
+        ("XDG_CACHE_HOME", "/xdg"),
+        ("HOME", "/home/me"),
+    ];
+    for (from, folder) in ["/own", "/other", "/xdg/deep-ep", "/home/me/.cache/deep-ep"]
+        .into_iter()
+        .enumerate()
+    {
+        let found = settings(&all[from..]).unwrap().cache_dir;
+        assert_eq!(found.value.as_deref(), Some(folder.as_ref()));
+        assert_eq!(found.origin, Origin::Env(all[from].0));
+    }
+    assert_eq!(settings(&[]).unwrap().cache_dir.value, None);
+}

@@ -1,0 +1,247 @@
+//! Every kernel compiled for every architecture, and the compiled ones cached. These need NVRTC but
+//! no GPU; `cargo xtask kernels` brings it. Without it they say that they were left out, unless
+//! `DEEP_EP_NVRTC` is set: then they fail.
+
+use std::fs;
+
+use super::{test_folder::TestFolder, *};
+use crate::engine::cuda::{
+    driver::{device::ComputeCapability, nvrtc::Image},
+    limit,
+};
+
+/// Every key that is ever compiled, or one of each kind where there are too many.
+fn keys() -> Vec<Key> {
+    vec![Key::Limit(limit::KEY)]
+}
+
+fn nvrtc() -> Option<Nvrtc> {
+    let setting = std::env::var_os("DEEP_EP_NVRTC").map(PathBuf::from);
+    let required = setting.is_some();
+    match Search::run(&Places::of_process(setting), None).found {
+        Ok(nvrtc) => Some(nvrtc),
+        Err(error) if required => panic!("{error}"),
+        Err(_) => {
+            eprintln!("left out: NVRTC is not here (cargo xtask kernels brings it)");
+            None
+        }
+    }
+}
+
+fn capability(major: u32, minor: u32) -> ComputeCapability {
+    ComputeCapability { major, minor }
+}
+
+/// One kernel of the assembler's report (`ptxas -v`).
+#[derive(Debug, PartialEq, Eq)]
+struct Usage {
+    kernel: String,
+    registers: u32,
+    stack: u32,
+    spilled: u32,
+}
+
+fn usages(log: &str) -> Vec<Usage> {
+    let number = |line: &str, behind: &str| -> u32 {
+        let before = line.split(behind).next().unwrap_or_default();
+        let word = before.split_whitespace().last().unwrap_or_default();
+        word.parse()
+            .unwrap_or_else(|_| panic!("no number before {behind:?} in {line:?}"))
+    };
+    let mut usages: Vec<Usage> = Vec::new();
+    for line in log.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            usages.push(Usage {
+                kernel: rest.split('\'').next().unwrap_or_default().to_owned(),
+                registers: 0,
+                stack: 0,
+                spilled: 0,
+            });
+        } else if let Some(last) = usages.last_mut() {
+            if line.contains("bytes stack frame") {
+                last.stack = number(line, " bytes stack frame");
+                last.spilled =
+                    number(line, " bytes spill stores") + number(line, " bytes spill loads");
+            } else if line.contains(" registers") {
+                last.registers = number(line, " registers");
+            }
+        }
+    }
+    usages
+}
+
+#[test]
+fn kernels_compile_without_spills_for_every_architecture() {
+    let Some(nvrtc) = nvrtc() else { return };
+    println!("NVRTC {} in {}", nvrtc.version, nvrtc.file.display());
+    for (major, minor, expected) in [
+        (8, 0, &["round_trip", "store_copy"][..]),
+        (9, 0, &["bulk_copy", "round_trip", "store_copy"]),
+        (10, 0, &["bulk_copy", "round_trip", "store_copy"]),
+    ] {
+        let target = Target::with(capability(major, minor), &nvrtc).unwrap();
+        assert_eq!(target.image(), Image::Cubin);
+        for key in keys() {
+            let mut options = options(&target, key);
+            options.push("--ptxas-options=-v".to_owned());
+            let (cubin, log) = nvrtc
+                .compile(key.program(), &options, Image::Cubin)
+                .unwrap();
+            assert!(cubin.starts_with(b"\x7fELF"));
+            assert!(!log.contains("warning"), "{log}");
+            let mut usages = usages(&log);
+            usages.sort_by(|a, b| a.kernel.cmp(&b.kernel));
+            for usage in &usages {
+                println!(
+                    "{:8} {:12} {:3} registers, {} bytes stack, {} bytes spilled",
+                    target.architecture, usage.kernel, usage.registers, usage.stack, usage.spilled
+                );
+                assert!(usage.registers > 0, "{log}");
+                assert_eq!((usage.stack, usage.spilled), (0, 0), "{usage:?}");
+            }
+            let kernels: Vec<_> = usages.iter().map(|usage| &usage.kernel).collect();
+            assert_eq!(kernels, expected, "{log}");
+        }
+    }
+}
+
+#[test]
+fn kernels_compile_to_ptx_for_a_gpu_that_the_compiler_does_not_know() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let target = Target::of(capability(99, 0), &[80, 90]).unwrap();
+    for key in keys() {
+        let jit = nvrtc.compile(key.program(), &options(&target, key), target.image());
+        let (ptx, _) = jit.unwrap();
+        assert!(String::from_utf8_lossy(&ptx).contains(".target sm_90"));
+    }
+}
+
+#[test]
+fn parameters_are_laid_out_as_in_cuda() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let target = Target::with(capability(9, 0), &nvrtc).unwrap();
+    let key = Key::Limit(limit::KEY);
+    let compile = |assertions: &str| {
+        let source = format!("#include \"limit_params.cuh\"\n{assertions}");
+        let program = Program {
+            source: &source,
+            ..key.program()
+        };
+        nvrtc.compile(program, &options(&target, key), Image::Cubin)
+    };
+    compile(&limit::params::assertions()).unwrap();
+    // The check itself: a wrong size is found.
+    let error = compile("static_assert(sizeof(CopyParams) == 25);").unwrap_err();
+    assert!(
+        error.to_string().contains("NVRTC_ERROR_COMPILATION"),
+        "{error}"
+    );
+}
+
+#[test]
+fn an_image_is_compiled_once_and_then_read() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let folder = TestFolder::new("images");
+    let target = Target::with(capability(9, 0), &nvrtc).unwrap();
+    let key = Key::Limit(limit::KEY);
+    let jit = Jit::with(nvrtc, Some(folder.to_path_buf()));
+    let compiled = jit.image(&target, key).unwrap();
+    let file = fs::read_dir(&*folder)
+        .unwrap()
+        .next()
+        .unwrap()
+        .unwrap()
+        .path();
+    // Memory first: the file is not needed.
+    let kept = fs::read(&file).unwrap();
+    fs::remove_file(&file).unwrap();
+    assert!(Arc::ptr_eq(&jit.image(&target, key).unwrap(), &compiled));
+    // Then disk: what is there is taken, here with another image to tell it from a compiled one.
+    let Jit { nvrtc, disk, .. } = jit;
+    fs::write(&file, &kept).unwrap();
+    let name = name(&nvrtc, key.program(), &options(&target, key));
+    disk.store(&name, b"as good as compiled");
+    let jit = Jit::with(nvrtc, Some(folder.to_path_buf()));
+    assert_eq!(&*jit.image(&target, key).unwrap(), b"as good as compiled");
+    // A damaged file is compiled again and replaced.
+    let Jit { nvrtc, .. } = jit;
+    fs::write(&file, &kept[..kept.len() / 2]).unwrap();
+    let jit = Jit::with(nvrtc, Some(folder.to_path_buf()));
+    assert_eq!(jit.image(&target, key).unwrap(), compiled);
+    assert_eq!(fs::read(&file).unwrap(), kept);
+    // Without a folder it is compiled, and kept in memory.
+    let Jit { nvrtc, .. } = jit;
+    let jit = Jit::with(nvrtc, None);
+    assert_eq!(jit.image(&target, key).unwrap(), compiled);
+}
+
+#[test]
+fn names_depend_on_everything() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let base = limit::KEY;
+    let other = LimitKey {
+        unroll: base.unroll + 1,
+        ..base
+    };
+    let target = Target::with(capability(9, 0), &nvrtc).unwrap();
+    let ampere = Target::with(capability(8, 0), &nvrtc).unwrap();
+    let of = |program, target, key| name(&nvrtc, program, &options(target, Key::Limit(key)));
+    let program = Key::Limit(base).program();
+    let changed = Program {
+        source: "// other",
+        ..program
+    };
+    let included = Program {
+        headers: &[],
+        ..program
+    };
+    let names = [
+        of(program, &target, base),
+        of(program, &target, other),
+        of(program, &ampere, base),
+        of(changed, &target, base),
+        of(included, &target, base),
+    ];
+    for (i, name) in names.iter().enumerate() {
+        assert!(!names[..i].contains(name), "{i}");
+    }
+}
+
+#[test]
+fn a_compiler_newer_than_the_driver_is_refused_by_name() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let places = Places {
+        setting: Some(nvrtc.file.clone()),
+        ..Places::default()
+    };
+    let old = crate::cuda::Version {
+        major: 11,
+        minor: 0,
+    };
+    let search = Search::run(&places, Some(old));
+    let error = search.found.unwrap_err().to_string();
+    assert!(
+        error.contains("newer than the driver, which supports CUDA 11.0"),
+        "{error}"
+    );
+    assert!(error.contains(&nvrtc.file.display().to_string()), "{error}");
+    assert_eq!(search.attempts.len(), 1);
+}
+
+#[test]
+fn a_program_that_does_not_compile_gives_the_compilers_log() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let program = Program {
+        name: "bad.cu",
+        source: "__global__ void kernel() { nonsense; }",
+        headers: &[],
+    };
+    let error = nvrtc
+        .compile(program, &[], Image::Ptx)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("bad.cu(1)") && error.contains("nonsense"),
+        "{error}"
+    );
+}

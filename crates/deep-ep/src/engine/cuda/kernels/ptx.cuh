@@ -1,0 +1,89 @@
+// Instructions that CUDA C++ has no word for, each once and named after itself.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// Nanoseconds, the same on all SMs of a GPU. It advances in steps of up to a microsecond.
+__device__ __forceinline__ u64 globaltimer() {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+
+// Orders everything that this thread wrote or has seen before the store, for every GPU and the host.
+__device__ __forceinline__ void st_release_sys(u32* address, u32 value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// What the storing thread wrote before its release is seen by everything after this load.
+__device__ __forceinline__ u32 ld_acquire_sys(const u32* address) {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+// A shared-memory address as the instructions below take it.
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+#if __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the units that complete bulk copies.
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+// Whether the phase of this parity is over; waits a while for it in hardware.
+__device__ __forceinline__ bool mbarrier_try_wait_parity(u32 barrier, u32 parity) {
+    u32 over;
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(over)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return over != 0;
+}
+
+// Global to shared memory; completes on the barrier. 16-byte alignment and size.
+__device__ __forceinline__ void cp_async_bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+        "l"(global), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Shared to global memory, of this GPU or a peer; belongs to the thread's next bulk group.
+__device__ __forceinline__ void cp_async_bulk_store(void* global, u32 shared, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared),
+                 "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// All but the thread's latest `PENDING` groups have read their shared memory.
+template <int PENDING>
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// All but the thread's latest `PENDING` groups are complete: their writes are done.
+template <int PENDING>
+__device__ __forceinline__ void cp_async_bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+#endif

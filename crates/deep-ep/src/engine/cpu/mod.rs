@@ -55,6 +55,12 @@
 //! ranks give the same one. A call that is dropped in between posts *abandoned* in place of the
 //! messages it still owes.
 //!
+//! *Masked peers.* A rank that did not come in time is told (`excluded` in [`control`]) that others
+//! go on without it; it looks before it writes to them for a call, and masks them too. So a rank
+//! that is late does not write to landing memory that is used for later calls; one that is stopped
+//! for the rest of its peers' deadline in the middle of its writes may. Heap blocks are not used
+//! again while a masked rank that is not gone may still read them.
+//!
 //! *Dead peers.* Every wait has a deadline, ends when the bootstrap connection of a rank waited for
 //! is lost, and ends when the abort word is raised, which whoever gives up does in all regions.
 //! After that no memory is given back, since a slow peer may still write, and every call fails.

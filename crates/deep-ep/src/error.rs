@@ -19,7 +19,7 @@ pub type Text = Cow<'static, str>;
 pub enum Error {
     /// An argument of this call is not usable. Nothing was sent except a reject word, with which
     /// the peers end the same call; the buffer stays usable.
-    #[error("{0}")]
+    #[error(transparent)]
     InvalidArgument(#[from] Reject),
 
     /// Another rank rejected this call, so no rows moved. The buffer stays usable.

@@ -88,9 +88,9 @@ impl Shape {
 }
 
 fn dense_strides(shape: &[usize]) -> Vec<usize> {
-    let mut strides = vec![1; shape.len()];
+    let mut strides = vec![1usize; shape.len()];
     for i in (0..shape.len().saturating_sub(1)).rev() {
-        strides[i] = strides[i + 1] * shape[i + 1].max(1);
+        strides[i] = strides[i + 1].saturating_mul(shape[i + 1].max(1));
     }
     strides
 }
@@ -400,7 +400,10 @@ impl<'a> TensorMut<'a> {
 }
 
 fn row_bytes(shape: &Shape) -> usize {
-    shape.dims[1..shape.ndim].iter().product::<usize>() * shape.dtype.size()
+    // Without rows a row may have any length, also one that no memory could hold.
+    shape.dims[1..shape.ndim]
+        .iter()
+        .fold(shape.dtype.size(), |bytes, &n| bytes.saturating_mul(n))
 }
 
 fn rows_are_dense(shape: &Shape) -> bool {
@@ -618,6 +621,9 @@ mod tests {
         assert!(Tensor::strided(&data, &[2, 4], &[8, 1]).is_err());
         assert!(Tensor::new(&data, &[0, usize::MAX]).is_ok());
         assert!(Tensor::new(&data, &[usize::MAX, usize::MAX]).is_err());
+        assert!(Tensor::new(&data, &[usize::MAX, usize::MAX, 2]).is_err());
+        let none = Tensor::new(&data, &[0, usize::MAX, usize::MAX]).unwrap();
+        assert!(none.rows_are_dense() && none.row_bytes() == usize::MAX);
     }
 
     #[test]

@@ -52,7 +52,7 @@ use self::{
     threads::{Contribution, Threads},
 };
 use crate::{
-    error::{Error, Result},
+    error::{Error, Reject, Result},
     settings::{MAX_RANKS, Origin, Settings},
     topology::Rank,
 };
@@ -354,6 +354,38 @@ impl Communicator {
             })
         });
         each.collect()
+    }
+
+    /// Ends a step that every rank takes: gives `mine` when the step succeeded on all, else this
+    /// rank's error or the first of another rank's.
+    ///
+    /// # Errors
+    ///
+    /// `mine`; [`Error::PeerRejected`]; otherwise as [`Communicator::all_gather`].
+    pub(crate) fn all_succeed<T>(&self, mine: Result<T>) -> Result<T> {
+        let reject = match &mine {
+            Ok(_) => None,
+            Err(Error::InvalidArgument(reject)) => Some(reject.clone()),
+            Err(error) => Some(Reject::new(
+                "its buffer",
+                format!("not to be had ({error})"),
+                "must be had on every rank",
+            )),
+        };
+        let text = reject.map(|r| format!("{}\0{}\0{}", r.argument, r.value, r.limit));
+        let all = self.all_gather(text.unwrap_or_default().as_bytes());
+        let mine = mine?;
+        let all = all?;
+        let Some(rank) = all.iter().position(|text| !text.is_empty()) else {
+            return Ok(mine);
+        };
+        let text = String::from_utf8_lossy(&all[rank]);
+        let mut parts = text.splitn(3, '\0').map(str::to_owned);
+        let mut next = || parts.next().unwrap_or_default();
+        Err(Error::PeerRejected {
+            rank: Rank(rank),
+            reason: Reject::new(next(), next(), next()),
+        })
     }
 
     /// Compares `settings`, the version of this library and the byte order with all ranks.

@@ -11,7 +11,7 @@ use crate::{
     dtype::DType,
     error::{Error, Reject},
     routing::{ExpertMap, MAX_TOP_K},
-    tensor::{Tensor, TensorMut},
+    tensor::{Device, Tensor, TensorMut},
 };
 
 type Check = Result<(), Reject>;
@@ -29,6 +29,13 @@ fn require(
         return Ok(());
     }
     Err(Reject::new(argument, format!("{value:?}"), limit()))
+}
+
+/// The engine works on host memory.
+fn on_host(name: &'static str, tensor: &Tensor<'_>) -> Check {
+    require(tensor.device() == Device::Host, name, tensor, || {
+        "must be on the host".into()
+    })
 }
 
 /// The reject in an argument error of a lower module.
@@ -59,6 +66,7 @@ fn agreed(name: &'static str, value: usize, agreed: Option<usize>) -> Check {
 }
 
 fn rows(name: &'static str, x: &Tensor<'_>) -> Check {
+    on_host(name, x)?;
     let fits = x.shape().len() == 2 && x.rows_are_dense();
     require(fits, name, x, || "must be [T, H] with dense rows".into())?;
     let bytes = x.row_bytes();
@@ -76,6 +84,7 @@ fn rows(name: &'static str, x: &Tensor<'_>) -> Check {
 
 fn topk(buffer: &Buffer, topk: &TopK<'_>, tokens: usize) -> Check {
     let idx = &topk.idx;
+    on_host("topk_idx", idx)?;
     let integer = matches!(idx.dtype(), DType::I32 | DType::I64);
     let shaped = idx.shape().len() == 2 && idx.shape()[0] == tokens;
     require(integer && shaped, "topk_idx", idx, || {
@@ -92,6 +101,7 @@ fn topk(buffer: &Buffer, topk: &TopK<'_>, tokens: usize) -> Check {
 }
 
 fn topk_weights(weights: &Tensor<'_>, tokens: usize, k: usize) -> Check {
+    on_host("topk_weights", weights)?;
     let fits = weights.dtype() == DType::F32 && weights.shape() == [tokens, k];
     require(fits, "topk_weights", weights, || {
         format!("must be f32 [{tokens}, {k}]")
@@ -114,6 +124,7 @@ pub(super) fn dispatch(input: &DispatchInput<'_>, buffer: &Buffer) -> Check {
         "must be at least 1".into()
     })?;
     if let Some(scales) = &input.scales {
+        on_host("x[1] (scales)", scales)?;
         let wide = matches!(scales.dtype(), DType::F32 | DType::I32);
         let shaped =
             scales.shape().len() == 2 && scales.shape()[0] == tokens && scales.shape()[1] > 0;
@@ -202,6 +213,7 @@ pub(crate) fn dispatch_output(
 ) -> Check {
     let hidden = input.x.shape()[1];
     let x = &out.x;
+    on_host("recv_x", &x.as_tensor())?;
     let fits = x.dtype() == input.x.dtype() && x.shape() == [rows, hidden] && x.rows_are_dense();
     require(fits, "recv_x", x, || {
         format!(
@@ -241,6 +253,7 @@ fn dense(
     rows: usize,
 ) -> Check {
     let Some(out) = out else { return Ok(()) };
+    on_host(name, &out.as_tensor())?;
     let (dtype, columns) = travels.ok_or_else(|| {
         Reject::new(
             name,
@@ -266,6 +279,7 @@ pub(super) fn combine(input: &CombineInput<'_>, buffer: &Buffer) -> Check {
         format!("must have the {received} rows of its handle")
     })?;
     if let Some(weights) = &input.topk_weights {
+        on_host("topk_weights", weights)?;
         let k = weights.shape().get(1).copied().unwrap_or(0);
         let fits = weights.dtype() == DType::F32
             && weights.shape().len() == 2
@@ -278,6 +292,7 @@ pub(super) fn combine(input: &CombineInput<'_>, buffer: &Buffer) -> Check {
     }
     let (tokens, hidden) = (input.handle.num_tokens(), x.shape()[1]);
     for bias in input.bias.iter().flatten() {
+        on_host("bias", bias)?;
         let fits =
             bias.dtype() == x.dtype() && bias.shape() == [tokens, hidden] && bias.rows_are_dense();
         require(fits, "bias", bias, || {
@@ -291,6 +306,7 @@ pub(super) fn combine(input: &CombineInput<'_>, buffer: &Buffer) -> Check {
 pub(crate) fn combine_output(input: &CombineInput<'_>, out: &CombineOutput<'_>) -> Check {
     let (x, tokens) = (input.x.as_tensor(), input.handle.num_tokens());
     let hidden = x.shape()[1];
+    on_host("combined_x", &out.x.as_tensor())?;
     let fits =
         out.x.dtype() == x.dtype() && out.x.shape() == [tokens, hidden] && out.x.rows_are_dense();
     require(fits, "combined_x", &out.x, || {
@@ -312,6 +328,7 @@ pub(crate) fn combine_output(input: &CombineInput<'_>, out: &CombineOutput<'_>) 
 /// `[len]` statistics of the given type.
 fn stats(name: &'static str, stats: &Option<TensorMut<'_>>, dtype: DType, len: usize) -> Check {
     let Some(stats) = stats else { return Ok(()) };
+    on_host(name, &stats.as_tensor())?;
     let fits = stats.dtype() == dtype && stats.shape() == [len] && stats.is_dense();
     require(fits, name, stats, || {
         format!("must be dense {dtype} [{len}]")
@@ -381,6 +398,7 @@ pub(crate) fn low_latency_output(
 ) -> Check {
     let (local, rows) = (input.num_experts / ranks, ranks * input.max_tokens_per_rank);
     let hidden = input.x.shape()[1];
+    on_host("recv_x", &out.x.as_tensor())?;
     let dense_rows = hidden == 1 || out.x.strides().last() == Some(&1);
     let fits = out.x.dtype() == x && out.x.shape() == [local, rows, hidden] && dense_rows;
     require(fits, "recv_x", &out.x, || {
@@ -393,6 +411,7 @@ pub(crate) fn low_latency_output(
         || "must be given exactly when rows are fp8".into(),
     )?;
     if let (Some((dtype, columns)), Some(out)) = (scales, &out.scales) {
+        on_host("recv_x[1] (scales)", &out.as_tensor())?;
         let fits = out.dtype() == dtype && out.shape() == [local, rows, columns];
         require(fits, "recv_x[1] (scales)", out, || {
             format!("must be {dtype} [{local}, {rows}, {columns}]")
@@ -404,6 +423,7 @@ pub(crate) fn low_latency_output(
 pub(super) fn low_latency_combine(input: &LowLatencyCombineInput<'_>, buffer: &Buffer) -> Check {
     let (x, handle, ranks) = (input.x.as_tensor(), input.handle, buffer.num_ranks());
     let max = handle.max_tokens_per_rank();
+    on_host("x", &x)?;
     experts(buffer, handle.num_experts())?;
     let (local, rows) = (handle.num_experts() / ranks, ranks * max);
     let shaped = x.shape().len() == 3 && x.shape()[..2] == [local, rows];
@@ -454,6 +474,7 @@ pub(crate) fn low_latency_combined(
     out: &TensorMut<'_>,
 ) -> Check {
     let (tokens, hidden) = (input.topk_idx.shape()[0], input.x.as_tensor().shape()[2]);
+    on_host("out", &out.as_tensor())?;
     let fits =
         out.dtype() == DType::Bf16 && out.shape() == [tokens, hidden] && out.rows_are_dense();
     require(fits, "out", out, || {

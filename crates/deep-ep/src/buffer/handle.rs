@@ -276,7 +276,13 @@ impl LowLatencyHandle {
                 "must be [E/R, R]",
             ));
         };
-        let rows = ranks * max_tokens_per_rank;
+        let rows = ranks.checked_mul(max_tokens_per_rank).ok_or_else(|| {
+            Error::invalid(
+                "num_max_dispatch_tokens_per_rank",
+                max_tokens_per_rank,
+                format!("must fit src_info {src_info:?} for {ranks} ranks"),
+            )
+        })?;
         if src_info.shape() != [local, rows] || num_experts != local * ranks {
             return Err(Error::invalid(
                 "src_info",

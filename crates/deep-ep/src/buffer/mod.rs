@@ -40,7 +40,7 @@ use crate::{
     error::{Error, Reject, Result},
     routing::ExpertMap,
     settings::EngineChoice,
-    tensor::Tensor,
+    tensor::{Shape, Tensor},
     topology::{Rank, Topology},
 };
 
@@ -64,19 +64,16 @@ impl Buffer {
     /// A setting is not usable or differs between ranks; ranks are on other hosts; memory could not
     /// be had; the engine is not available here.
     pub fn new(communicator: &Communicator, config: BufferConfig) -> Result<Self> {
-        config.check()?;
-        let topology = Topology::single_node(communicator.size())?;
-        let engine: Arc<dyn Engine> = match config.engine {
-            EngineChoice::Auto | EngineChoice::Cpu => {
-                Arc::new(CpuEngine::new(communicator, &config)?)
-            }
-            EngineChoice::Cuda => {
-                return Err(Error::Unsupported {
-                    feature: "engine cuda".into(),
-                    why: "this build has only the cpu engine".into(),
-                });
-            }
-        };
+        let usable = config.check().and_then(|()| match config.engine {
+            EngineChoice::Auto | EngineChoice::Cpu => Topology::single_node(communicator.size()),
+            EngineChoice::Cuda => Err(Error::Unsupported {
+                feature: "engine cuda".into(),
+                why: "this build has only the cpu engine".into(),
+            }),
+        });
+        // A rank that cannot begin tells the others, which would otherwise wait for it.
+        let topology = communicator.all_succeed(usable)?;
+        let engine = Arc::new(CpuEngine::new(communicator, &config)?);
         Ok(Self {
             engine,
             communicator: communicator.clone(),
@@ -187,8 +184,9 @@ impl Buffer {
     /// need not stage it. Local.
     ///
     /// # Errors
-    /// Memory could not be had.
+    /// `shape` does not have 1 to 3 dimensions; memory could not be had.
     pub fn loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan> {
+        Shape::dense(dtype, shape)?;
         self.engine.loan(dtype, shape)
     }
 

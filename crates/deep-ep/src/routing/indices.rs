@@ -139,6 +139,18 @@ impl<'a, I: ExpertIndex> TopK<'a, I> {
     }
 }
 
+/// Checks that every id of `topk_idx` is below `num_experts`, where routes are not built from it.
+///
+/// # Errors
+/// As [`Routes::rebuild`](super::Routes::rebuild).
+pub(crate) fn check_ids(topk_idx: &Tensor<'_>, num_experts: usize) -> Result<()> {
+    check_shape(topk_idx)?;
+    match topk_idx.dtype() {
+        DType::I32 => TopK::<i32>::new(topk_idx, num_experts).map(drop),
+        _ => TopK::<i64>::new(topk_idx, num_experts).map(drop),
+    }
+}
+
 /// The `(T, K)` of a usable `topk_idx`.
 ///
 /// # Errors

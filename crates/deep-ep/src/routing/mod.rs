@@ -30,6 +30,7 @@ mod sums;
 
 pub use distinct::{DistinctCounts, first_choices};
 pub use expert_map::ExpertMap;
+pub(crate) use indices::check_ids;
 pub use indices::{ExpertIndex, MAX_TOP_K};
 pub use localize::localize;
 pub use routes::Routes;

@@ -4,8 +4,8 @@ use crate::{
     launch,
     launch::Case,
     named::{
-        abandoned, counts, deterministic, handles, interleaved, large, masks, overlap, rejects,
-        repeated, settings, statistics,
+        abandoned, arguments, counts, deterministic, handles, interleaved, large, masks, overlap,
+        rejects, repeated, settings, statistics,
     },
     properties,
 };
@@ -32,6 +32,10 @@ cases! {
     abandoned::finished_too_late,
     abandoned::others_not_finished,
     abandoned::wrong_outputs,
+    arguments::absurd_sizes,
+    arguments::device_memory,
+    arguments::layout_and_wrong_ids,
+    arguments::one_unusable_config,
     counts::around_4096,
     counts::capacity_256,
     counts::many_bytes,

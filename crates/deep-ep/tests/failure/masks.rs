@@ -2,7 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use deep_ep::{BufferConfig, Error, Rank};
+use deep_ep::{
+    BufferConfig, Error, LowLatencyCombineInput, LowLatencyConfig, LowLatencyDispatchInput, Rank,
+    Tensor,
+};
+use half::bf16;
 
 use super::{
     Meeting, on_ranks,
@@ -200,4 +204,68 @@ fn a_killed_rank_is_masked_at_every_step_and_the_others_go_on() {
         }
         assert!(start.elapsed() < Duration::from_secs(3));
     }
+}
+
+/// A rank that was masked while it was late sends into landing memory that the others use for calls
+/// of another kind by then, unless it heeds that it was masked.
+#[test]
+fn a_masked_rank_that_comes_late_does_not_disturb_the_others() {
+    const TOKENS: usize = 1024;
+    const HIDDEN: usize = 512;
+    const TOP_K: usize = 6;
+    let experts = 2 * RANKS;
+    let late = Meeting::new(RANKS);
+    let done = Meeting::new(RANKS);
+    let config = BufferConfig {
+        low_latency: Some(LowLatencyConfig {
+            max_tokens_per_rank: TOKENS,
+            hidden: HIDDEN,
+            num_experts: experts,
+            exact_top_k: None,
+        }),
+        ..config()
+    };
+    let idx: Vec<i64> = (0..TOKENS * TOP_K)
+        .map(|i| ((i / TOP_K + i % TOP_K) % experts) as i64)
+        .collect();
+    let idx = Tensor::new(&idx, &[TOKENS, TOP_K]).unwrap();
+    let weights = vec![1f32; TOKENS * TOP_K];
+    let weights = Tensor::new(&weights, &[TOKENS, TOP_K]).unwrap();
+    let outcomes = on_ranks(RANKS, &config, |buffer| {
+        let is_victim = buffer.rank().0 == VICTIM;
+        let x = vec![bf16::from_f32(if is_victim { 777.0 } else { 1.0 }); TOKENS * HIDDEN];
+        let x = Tensor::new(&x, &[TOKENS, HIDDEN]).unwrap();
+        let send = || {
+            let input = LowLatencyDispatchInput::new(x, idx, TOKENS, experts);
+            buffer
+                .low_latency_dispatch(input)
+                .unwrap()
+                .finish()
+                .unwrap()
+        };
+        if is_victim {
+            late.wait();
+            send();
+            assert_eq!(buffer.masks().unwrap().iter().filter(|&&m| m).count(), 3);
+            done.wait();
+            return;
+        }
+        let received = send();
+        late.wait();
+        for _ in 0..20 {
+            // So that each combine has the half that the victim's dispatch would have.
+            buffer.barrier().unwrap();
+            let input =
+                LowLatencyCombineInput::new(received.x.as_tensor(), idx, weights, &received.handle);
+            let sums = buffer.low_latency_combine(input).unwrap().finish().unwrap();
+            for (token, sums) in (sums.as_slice::<bf16>().unwrap().chunks_exact(HIDDEN)).enumerate()
+            {
+                let ids = (0..TOP_K).map(|k| idx.at::<i64>(token, k) as usize);
+                let here = ids.filter(|id| id / 2 != VICTIM).count() as f32;
+                assert!(sums.iter().all(|sum| sum.to_f32() == here), "token {token}");
+            }
+        }
+        done.wait();
+    });
+    outcomes.into_iter().for_each(|outcome| outcome.unwrap());
 }

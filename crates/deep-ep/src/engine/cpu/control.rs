@@ -4,7 +4,7 @@
 //! line 0            magic, layout version, ranks
 //! line 1            doorbell: rings u32, sleepers u32
 //! abort             state, then operation, stage, and a bit mask of the ranks waited for
-//! peers  [R]        one line each: calls finished, closed
+//! peers  [R]        one line each: calls finished, closed, excluded
 //! mail   [2][R]     announce | landing | delivered, each on its own lines
 //! low latency       two halves, see `low_latency`
 //! heap              blocks
@@ -156,6 +156,11 @@ impl<'a> Control<'a> {
         Counter(&self.words(self.layout.peers_offset() + peer * LINE + WORD, 1)[0])
     }
 
+    /// 1 while `peer` goes on without this rank, which did not come.
+    pub(super) fn excluded(&self, peer: usize) -> Counter<'a, AtomicU64> {
+        Counter(&self.words(self.layout.peers_offset() + peer * LINE + 2 * WORD, 1)[0])
+    }
+
     /// The mailbox in which `peer` posts messages of `kind` for `call`.
     pub(super) fn mailbox(&self, kind: Kind, call: u64, peer: usize) -> Mailbox<'a, AtomicU64> {
         let layout = &self.layout;
@@ -202,6 +207,7 @@ mod tests {
             for peer in 0..ranks {
                 add(std::slice::from_ref(control.finished(peer).0));
                 add(std::slice::from_ref(control.closed(peer).0));
+                add(std::slice::from_ref(control.excluded(peer).0));
                 for call in 0..2 {
                     for kind in [Kind::Announce, Kind::Landing, Kind::Delivered] {
                         let mailbox = control.mailbox(kind, call, peer);

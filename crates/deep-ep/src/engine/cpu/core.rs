@@ -132,6 +132,9 @@ impl Core {
             turn.call.saturating_sub(2),
             absent,
         )?;
+        if self.absent == Absent::Mask {
+            self.group.heed_exclusions();
+        }
         turn.session.open = Some(Open {
             call: turn.call,
             blocks: vec![],
@@ -355,7 +358,7 @@ impl LoanMemory for CpuLoan {
             operation: Operation::Combine,
             stage: Stage::LoanReaders,
         };
-        self.core.group.wait_finished(at, call, self.core.absent)
+        self.core.group.wait_unused(at, call, self.core.absent)
     }
 
     fn as_any(&self) -> &dyn std::any::Any {

@@ -173,6 +173,23 @@ impl Group {
 
     pub(super) fn set_mask(&self, rank: usize, masked: bool) {
         self.masks[rank].store(masked, Ordering::Release);
+        if !masked {
+            self.control(rank).excluded(self.rank).advance(0);
+        }
+    }
+
+    /// Masks the ranks that have masked this one because it did not come. They are in later calls
+    /// by now, whose landing memory must not be written for this rank's call.
+    pub(super) fn heed_exclusions(&self) {
+        let own = self.control(self.rank);
+        let excluders: Vec<_> = self
+            .peers()
+            .filter(|&peer| own.excluded(peer).finished() != 0)
+            .collect();
+        if !excluders.is_empty() {
+            tracing::warn!(?excluders, "masking ranks that went on without this one");
+            excluders.iter().for_each(|&rank| self.set_mask(rank, true));
+        }
     }
 
     fn ring(&self, rank: usize) {
@@ -217,12 +234,33 @@ impl Group {
         self.control(self.rank).finished(peer).finished()
     }
 
-    /// Calls up to this one are finished at every peer that is not masked.
+    /// Calls up to this one are finished at every peer: nobody reads or writes anything for them any
+    /// more. Masked ranks count unless they have left: they may only be slow.
     pub(super) fn finished_by_all(&self) -> u64 {
-        self.peers()
+        (0..self.ranks())
+            .filter(|&rank| rank != self.rank)
+            .filter(|&rank| !self.is_masked(rank) || self.lost(&[rank]).is_empty())
             .map(|peer| self.finished(peer))
             .min()
             .unwrap_or(u64::MAX)
+    }
+
+    /// Waits until nobody reads or writes anything for `call` any more.
+    pub(super) fn wait_unused(&self, at: At, call: u64, absent: Absent) -> Result<()> {
+        self.wait_finished(at, call, absent)?;
+        let using: Vec<_> = (0..self.ranks())
+            .filter(|&rank| rank != self.rank && self.finished(rank) < call)
+            .filter(|&rank| self.lost(&[rank]).is_empty())
+            .map(Rank)
+            .collect();
+        if using.is_empty() {
+            return Ok(());
+        }
+        Err(Error::PeerLost {
+            operation: at.operation.name().into(),
+            stage: format!("{}, where ranks are masked but not gone", at.stage.name()).into(),
+            ranks: using,
+        })
     }
 
     /// Waits until every peer has finished `call`.
@@ -390,7 +428,10 @@ impl Group {
                 ?missing,
                 "masking absent ranks"
             );
-            missing.iter().for_each(|&rank| self.set_mask(rank, true));
+            for &rank in missing {
+                self.control(rank).excluded(self.rank).advance(1);
+                self.set_mask(rank, true);
+            }
             return Ok(());
         }
         self.abort(at, missing);

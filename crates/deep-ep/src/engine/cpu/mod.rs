@@ -55,6 +55,12 @@
 //! ranks give the same one. A call that is dropped in between posts *abandoned* in place of the
 //! messages it still owes.
 //!
+//! *Masked peers.* A rank that did not come in time is told (`excluded` in [`control`]) that others
+//! go on without it; it looks before it writes to them for a call, and masks them too. So a rank
+//! that is late does not write to landing memory that is used for later calls; one that is stopped
+//! for the rest of its peers' deadline in the middle of its writes may. Heap blocks are not used
+//! again while a masked rank that is not gone may still read them.
+//!
 //! *Dead peers.* Every wait has a deadline, ends when the bootstrap connection of a rank waited for
 //! is lost, and ends when the abort word is raised, which whoever gives up does in all regions.
 //! After that no memory is given back, since a slow peer may still write, and every call fails.
@@ -96,7 +102,7 @@ use crate::{
     memory::{
         exchange::Exchange,
         heap::{Heap, Purpose},
-        region::{Backing, Region, Window},
+        region::{Backing, MAX_RESERVE, Region, Window},
     },
     tensor::OwnedTensor,
     topology::Rank,
@@ -119,29 +125,14 @@ impl CpuEngine {
             .map(|low_latency| Area::new(layout.bytes(), ranks, &low_latency));
         let area = area.transpose()?;
         let fixed = layout.bytes() + area.as_ref().map_or(0, Area::bytes);
-        let made = Self::region(communicator, config, fixed);
-        // A rank without memory tells the others, which would otherwise wait for it.
-        let outcome = made
-            .as_ref()
-            .err()
-            .map(Error::to_string)
-            .unwrap_or_default();
-        let outcomes = communicator.all_gather(outcome.as_bytes())?;
-        let region = made?;
-        if let Some(rank) = outcomes.iter().position(|outcome| !outcome.is_empty()) {
-            return Err(Error::PeerRejected {
-                rank: Rank(rank),
-                reason: Reject::new(
-                    "its symmetric memory",
-                    String::from_utf8_lossy(&outcomes[rank]),
-                    "must be had on every rank",
-                ),
-            });
-        }
-        let windows = Self::windows(communicator, config, &region)?;
+        // A rank that fails tells the others, which would otherwise wait for it.
+        let region = communicator.all_succeed(Self::region(communicator, config, fixed))?;
+        let windows = Self::windows(communicator, config, &region);
+        let parts = windows.and_then(|windows| Ok((windows, Workers::new(config.num_sms, ranks)?)));
+        // Nobody posts into a region before everybody has mapped it.
+        let (windows, workers) = communicator.all_succeed(parts)?;
         let group = Group::new(communicator, &region, windows, config.timeout);
         let heap = Heap::new(fixed as u64, region.committed(), region.reserve());
-        let workers = Workers::new(config.num_sms, ranks)?;
         let absent = if config.enable_shrink {
             Absent::Mask
         } else {
@@ -153,8 +144,6 @@ impl CpuEngine {
                 .map(|area| ("low-latency landing", area.bytes() as u64)),
         );
         let core = Arc::new(Core::new(group, region, heap, workers, area, absent));
-        // Nobody posts into a region before everybody has mapped it.
-        communicator.barrier()?;
         Ok(Self {
             member: Arc::new(Member { core }),
             fixed: named,
@@ -171,9 +160,9 @@ impl CpuEngine {
         } else {
             Backing::Memfd
         };
-        let start = (fixed + config.scale_up_bytes) as u64;
+        let start = fixed.saturating_add(config.scale_up_bytes) as u64;
         let reserve = match config.max_bytes {
-            Some(max) => (max as u64).max(fixed as u64),
+            Some(max) => (max as u64).min(MAX_RESERVE).max(fixed as u64),
             None => Region::default_reserve(communicator.size())?,
         };
         let region = Region::new(backing, reserve)?;

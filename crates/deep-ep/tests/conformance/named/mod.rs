@@ -1,6 +1,7 @@
 //! Cases with a name: what has gone wrong in libraries of this kind, or might.
 
 pub(crate) mod abandoned;
+pub(crate) mod arguments;
 pub(crate) mod counts;
 pub(crate) mod deterministic;
 pub(crate) mod handles;

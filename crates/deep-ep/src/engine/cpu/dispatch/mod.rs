@@ -25,7 +25,7 @@ use crate::{
     engine::{DispatchCall, Operation},
     error::{Error, Reject, Result},
     memory::heap::Purpose,
-    routing::{ExpertMap, Routes, align_up},
+    routing::{ExpertMap, Routes, align_up, check_ids},
     topology::Rank,
 };
 
@@ -62,6 +62,8 @@ pub(super) fn begin(
         staged: None,
         arrived: None,
     };
+    // Dropped before `this`, which waits for the end of the turn: also when something panics.
+    let mut turn = turn;
     if this.own.pushes || member.core.group.ranks() == 1 {
         this.announce(&mut turn);
         return Ok(Box::new(this));
@@ -91,7 +93,12 @@ fn prepare(
             routes.rebuild(&topk.idx, &ExpertMap::new(*num_experts, ranks)?)?;
             SendPlan::new(routes)
         }
-        InputRoutes::Layout { layout, .. } => SendPlan::new(layout.routes.clone()),
+        InputRoutes::Layout { layout, topk } => {
+            if let Some(topk) = topk {
+                check_ids(&topk.idx, layout.tokens_per_expert.len())?;
+            }
+            SendPlan::new(layout.routes.clone())
+        }
         InputRoutes::Handle(handle) => handle.plan().clone(),
     };
     let tokens_per_expert = match &input.routes {

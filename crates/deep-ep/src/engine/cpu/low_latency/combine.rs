@@ -99,6 +99,8 @@ pub(in crate::engine::cpu) fn send(
         own,
         half,
     };
+    // Dropped before `this`, which waits for the end of the turn: also when something panics.
+    let mut turn = turn;
     let stats = input.wait_stats.as_mut();
     let sent =
         gather(&core.group, turn.call, &this.own, core.absent, stats).and_then(|announced| {

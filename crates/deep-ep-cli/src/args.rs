@@ -4,6 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use anyhow::{Result, ensure};
 use clap::{Args, Parser, Subcommand};
+use deep_ep::routing::MAX_TOP_K;
 
 use crate::{
     batch::Sizes,
@@ -215,7 +216,7 @@ pub(crate) fn check(sizes: &Sizes, options: &Options) -> Result<()> {
         hidden,
         top_k,
         experts,
-        ..
+        tokens,
     } = *sizes;
     ensure!(
         options.expert_work == ExpertWork::Scale || options.mode == Mode::HighThroughput,
@@ -228,6 +229,23 @@ pub(crate) fn check(sizes: &Sizes, options: &Options) -> Result<()> {
     );
     ensure!(top_k > 0, "topk_idx has no choices: K must be at least 1");
     ensure!(
+        top_k <= MAX_TOP_K,
+        "there are {top_k} choices for a token, but K must be at most {MAX_TOP_K}"
+    );
+    ensure!(
+        experts < 1 << 31,
+        "there are {experts} experts, but they must be fewer than 2^31"
+    );
+    ensure!(
+        fits_memory(&[tokens, hidden, 2]),
+        "{tokens} tokens over all ranks x hidden size {hidden} do not fit this machine's memory"
+    );
+    ensure!(
+        fits_memory(&[tokens, top_k, 8]) && fits_memory(&[experts, 16]),
+        "{tokens} tokens over all ranks x top-{top_k} of {experts} experts do not fit this machine's \
+         memory"
+    );
+    ensure!(
         hidden % 8 == 0,
         "the hidden size is {hidden}, but a row must be a multiple of 16 bytes: 8 bf16 elements"
     );
@@ -236,6 +254,14 @@ pub(crate) fn check(sizes: &Sizes, options: &Options) -> Result<()> {
         "the hidden size is {hidden}, but --dtype fp8 has one scale per 128 channels: it must be a multiple of 128"
     );
     Ok(())
+}
+
+/// Whether the system would give that many bytes at all.
+fn fits_memory(factors: &[usize]) -> bool {
+    let bytes = factors
+        .iter()
+        .try_fold(1usize, |bytes, &n| bytes.checked_mul(n));
+    bytes.is_some_and(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_ok())
 }
 
 fn positive(text: &str) -> Result<usize, String> {

@@ -58,8 +58,22 @@ fn main() -> ExitCode {
         Err(Failure::Job(error)) => (error, 1),
         Err(Failure::Usage(error)) => (error, 2),
     };
-    eprintln!("error: {error:#}");
+    eprintln!("error: {}", explain(&error));
     ExitCode::from(code)
+}
+
+/// An error and its causes, each once: many a message ends with that of its cause.
+fn explain(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.ends_with(&cause) {
+            text += ": ";
+            text += &cause;
+        }
+    }
+    text
 }
 
 fn return_code(done: anyhow::Result<ExitCode>) -> Result<ExitCode, Failure> {

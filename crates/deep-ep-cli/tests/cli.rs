@@ -311,6 +311,34 @@ fn bad_input_is_named() {
 }
 
 #[test]
+fn sizes_that_cannot_be_are_named() {
+    let bench = |option: &str, value: &str| {
+        let mut args = vec!["bench", option, value];
+        for (other, small) in [("--tokens", "2"), ("--hidden", "8"), ("--iters", "1")] {
+            if other != option {
+                args.extend([other, small]);
+            }
+        }
+        let text = failure(&args, 2);
+        assert!(!text.contains("panicked"), "{text}");
+        text
+    };
+    assert!(bench("--tokens", "999999999999999").contains("memory"));
+    assert!(bench("--hidden", "18446744073709551608").contains("memory"));
+    assert!(bench("--experts", "2147483648").contains("fewer than 2^31"));
+    assert!(bench("--top-k", "65").contains("at most 64"));
+}
+
+#[test]
+fn a_message_is_said_once() {
+    let mut command = deep_ep(&["run"]);
+    command.env("DEEP_EP_ENGINE", "abacus");
+    let output = command.output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(text.matches("must be auto").count(), 1, "{text}");
+}
+
+#[test]
 fn an_engine_that_is_not_there_is_an_error() {
     for launch in ["threads", "processes"] {
         let message = failure(&["run", "--engine", "cuda", "--launch", launch], 1);

@@ -188,7 +188,13 @@ impl Ranks {
             Err(error) => fail(
                 Cause::Died,
                 match status {
-                    Ok(status) => format!("its process {} ({error:#})", ending(status)),
+                    Ok(status) => {
+                        format!(
+                            "its process {} ({})",
+                            ending(status),
+                            crate::explain(&error)
+                        )
+                    }
                     Err(error) => format!("its process cannot be waited for: {error}"),
                 },
             ),
@@ -312,7 +318,7 @@ pub(crate) fn serve() -> Result<ExitCode> {
             (
                 Outcome::Failed {
                     peer,
-                    message: format!("{error:#}"),
+                    message: crate::explain(&error),
                 },
                 None,
             )

@@ -37,7 +37,7 @@ pub(super) fn run(input: &Input, options: &Options) -> Result<Vec<RankReport>> {
             Ok(Err(error)) => failures.push(Failure {
                 rank,
                 cause: Cause::of(&error),
-                message: format!("{error:#}"),
+                message: crate::explain(&error),
             }),
             Err(_) => failures.push(Failure {
                 rank,

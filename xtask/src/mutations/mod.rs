@@ -154,9 +154,15 @@ const WORDS: &[Mutation] = &[
     ),
     group(
         "absent-rank-not-masked",
-        "missing.iter().for_each(|&rank| self.set_mask(rank, true));",
-        "",
+        "                self.set_mask(rank, true);\n            }\n            return Ok(());",
+        "            }\n            return Ok(());",
         "-p deep-ep --test failure masks",
+    ),
+    group(
+        "masked-rank-not-told",
+        "self.control(rank).excluded(self.rank).advance(1);",
+        "",
+        "-p deep-ep --test failure masks::a_masked_rank_that_comes_late",
     ),
     group(
         "masked-rank-waited-for",

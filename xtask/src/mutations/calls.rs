@@ -104,8 +104,8 @@ pub(super) const CALLS: &[Mutation] = &[
     call!(
         "stale-stamp-accepted",
         "low_latency/combine.rs",
-        "(stamp.read() == self.this.call)",
-        "(stamp.read() <= self.this.call)",
+        "(stamp.read() == stamp_of(self.this.call))",
+        "(stamp.read() != 1)",
         "named::masks",
     ),
     call!(

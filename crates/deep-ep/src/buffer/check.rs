@@ -16,6 +16,9 @@ use crate::{
 
 type Check = Result<(), Reject>;
 
+/// Counts are kept for every expert, so their number is bounded.
+const MAX_EXPERTS: usize = 1 << 20;
+
 /// Rows are a multiple of this many bytes.
 const ROW_GRAIN: usize = 16;
 
@@ -48,6 +51,12 @@ fn reject(error: Error) -> Reject {
 
 fn experts(buffer: &Buffer, num_experts: usize) -> Check {
     ExpertMap::new(num_experts, buffer.num_ranks()).map_err(reject)?;
+    require(
+        num_experts < MAX_EXPERTS,
+        "num_experts",
+        num_experts,
+        || format!("must be below {MAX_EXPERTS}"),
+    )?;
     agreed("num_experts", num_experts, buffer.config().num_experts)
 }
 

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::{
     error::{Error, Result},
+    routing::ExpertMap,
     settings::{EngineChoice, Settings},
 };
 
@@ -102,9 +103,19 @@ impl BufferConfig {
         })
     }
 
-    pub(crate) fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self, ranks: usize) -> Result<()> {
         if self.num_sms == 0 {
             return Err(Error::invalid("num_sms", 0, "must be at least 1"));
+        }
+        if let Some(low_latency) = &self.low_latency {
+            ExpertMap::new(low_latency.num_experts, ranks)?;
+            if low_latency.hidden == 0 || !low_latency.hidden.is_multiple_of(8) {
+                return Err(Error::invalid(
+                    "low_latency.hidden",
+                    low_latency.hidden,
+                    "must be a multiple of 8, so that rows are multiples of 16 bytes",
+                ));
+            }
         }
         if self.timeout.is_zero() {
             return Err(Error::invalid("timeout", "0 s", "must be longer than 0"));

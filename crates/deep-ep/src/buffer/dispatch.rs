@@ -40,10 +40,13 @@ pub enum Routes<'io> {
 /// Where the receiver wants its rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Landing {
-    /// In symmetric memory, at their final place, as a [`Loan`]: each row is written once.
+    /// In symmetric memory, at their final place, as a [`Loan`]: each row is written once. Rows move
+    /// while the call is finished, so calls of several buffers that are in flight at once must be
+    /// finished in the same order on all ranks.
     #[default]
     Loan,
-    /// In memory of the caller: a remote row is copied once more.
+    /// In memory of the caller: a remote row is copied once more. Calls of several buffers may be
+    /// finished in any order.
     Caller,
 }
 

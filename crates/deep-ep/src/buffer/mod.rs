@@ -64,13 +64,17 @@ impl Buffer {
     /// A setting is not usable or differs between ranks; ranks are on other hosts; memory could not
     /// be had; the engine is not available here.
     pub fn new(communicator: &Communicator, config: BufferConfig) -> Result<Self> {
-        let usable = config.check().and_then(|()| match config.engine {
-            EngineChoice::Auto | EngineChoice::Cpu => Topology::single_node(communicator.size()),
-            EngineChoice::Cuda => Err(Error::Unsupported {
-                feature: "engine cuda".into(),
-                why: "this build has only the cpu engine".into(),
-            }),
-        });
+        let usable = config
+            .check(communicator.size())
+            .and_then(|()| match config.engine {
+                EngineChoice::Auto | EngineChoice::Cpu => {
+                    Topology::single_node(communicator.size())
+                }
+                EngineChoice::Cuda => Err(Error::Unsupported {
+                    feature: "engine cuda".into(),
+                    why: "this build has only the cpu engine".into(),
+                }),
+            });
         // A rank that cannot begin tells the others, which would otherwise wait for it.
         let topology = communicator.all_succeed(usable)?;
         let engine = Arc::new(CpuEngine::new(communicator, &config)?);

@@ -268,6 +268,13 @@ fn index_rows(row_of: &mut [i32], handle: &LowLatencyHandle, owner: usize, token
     }
 }
 
+/// What stands beside a row that was written in `call`. The bits are spread, so that what an earlier
+/// call left there, which may have been rows, does not look like it.
+fn stamp_of(call: u64) -> u64 {
+    // Steele, Lea, Flood: Fast splittable pseudorandom number generators (2014), the increment.
+    (call ^ 0x5851_f42d_4c95_7f2d).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
 /// The sums that one owner gets.
 struct Sums<'a> {
     this: &'a InFlight,
@@ -402,7 +409,7 @@ impl Sums<'_> {
             .halves
             .at(self.owner, self.this.half.stamp_at(index), 8);
         // SAFETY: as above; aligned to 8.
-        unsafe { at.cast::<u64>().write(self.this.call) };
+        unsafe { at.cast::<u64>().write(stamp_of(self.this.call)) };
     }
 }
 
@@ -437,7 +444,9 @@ impl<'a> Reader<'a> {
         let row = self.halves.at(me, half.row_at(index), len);
         // SAFETY: whoever writes the stamp and the row in this call has delivered, and leaves them
         // alone until this rank has finished the call.
-        unsafe { (stamp.read() == self.this.call).then(|| std::slice::from_raw_parts(row, len)) }
+        unsafe {
+            (stamp.read() == stamp_of(self.this.call)).then(|| std::slice::from_raw_parts(row, len))
+        }
     }
 
     /// Ranks that the token went to, ascending.

@@ -16,7 +16,7 @@ pub(crate) fn buffers_made_differently(communicator: &Communicator, _: &Params) 
     let low_latency = |tokens| LowLatencyConfig {
         max_tokens_per_rank: tokens,
         hidden: 16,
-        num_experts: 6,
+        num_experts: 8,
         exact_top_k: None,
     };
     let pick = |same: usize, different: usize| Some(if other { different } else { same });
@@ -24,28 +24,28 @@ pub(crate) fn buffers_made_differently(communicator: &Communicator, _: &Params) 
         (
             "hidden",
             BufferConfig {
-                hidden: pick(1232, 5672),
+                hidden: pick(1234, 5678),
                 ..config()
             },
         ),
         (
             "top_k",
             BufferConfig {
-                top_k: pick(1232, 5672),
+                top_k: pick(1234, 5678),
                 ..config()
             },
         ),
         (
             "num_experts",
             BufferConfig {
-                num_experts: pick(1232, 5672),
+                num_experts: pick(1234, 5678),
                 ..config()
             },
         ),
         (
             "low_latency",
             BufferConfig {
-                low_latency: pick(1232, 5672).map(low_latency),
+                low_latency: pick(1234, 5678).map(low_latency),
                 ..config()
             },
         ),
@@ -65,9 +65,9 @@ pub(crate) fn buffers_made_differently(communicator: &Communicator, _: &Params) 
             panic!("{error}");
         };
         let (mine, theirs) = if other {
-            ("5672", "1232")
+            ("5678", "1234")
         } else {
-            ("1232", "5672")
+            ("1234", "5678")
         };
         assert_eq!((&*setting, this_rank), (name, me));
         assert_eq!(other_rank, if other { Rank(0) } else { Rank(2) });

@@ -44,7 +44,7 @@ impl Store {
     ///
     /// Measured on 2 cores of an Intel Xeon with AVX-512, 2 MiB of second level and a large shared
     /// third, 2 ranks, rows of 14,336 bytes: a dispatch and the combine that reads its rows take
-    /// 1.4 times as long with streaming at 14 MiB, and 0.9 times as long at 56 MiB.
+    /// 1.4 times as long with streaming at 14 MiB, and 0.95 times as long at 56 MiB.
     pub(crate) fn for_rows(row_bytes: usize, thread_bytes: u64, l2_bytes: u64) -> Self {
         if row_bytes >= SHORTEST_STREAM && thread_bytes > l2_bytes.saturating_mul(CACHES) {
             Self::Streaming

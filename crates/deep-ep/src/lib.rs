@@ -83,3 +83,8 @@ pub use error::{Error, Reject, Result, Text};
 pub use settings::{EngineChoice, Settings};
 pub use tensor::{Device, OwnedTensor, Shape, Tensor, TensorMut};
 pub use topology::{Rank, Topology};
+
+/// The example in the README compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use super::{
     announce::{ACCEPTED, Announcement, Terms, gather_all, note_reject},
     control::Kind,
-    copy::Store,
+    copy::{RowUse, Store},
     core::{Counters, CpuLoan, Member, Turn},
     group::{Absent, At, Stage},
     rows::{Rows, RowsMut, copy_each},
@@ -173,7 +173,9 @@ impl Staged {
             // SAFETY: the block was just allocated for that many rows.
             let to =
                 unsafe { RowsMut::new(self.rows_base, self.row_bytes, remote, self.row_bytes) };
-            let store = core.workers.store(self.row_bytes, to.bytes());
+            let store = core
+                .workers
+                .store(self.row_bytes, to.bytes(), RowUse::Staging);
             let copied = copy_each(
                 &core.workers,
                 input.num_sms,
@@ -322,7 +324,7 @@ impl InFlight {
         let row = self.own.terms.row_bytes;
         let tokens = self.own.tokens;
         let to = RowsMut::of(&mut out.x);
-        let store = core.workers.store(row, tokens * row);
+        let store = core.workers.store(row, tokens * row, RowUse::Output);
         let bias: Vec<_> = input.bias.iter().flatten().map(Rows::of).collect();
         let plan = input.handle.plan();
         let grain = (64 << 10) / row.max(1);

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::copy::Store;
+use super::copy::{RowUse, Store};
 use crate::{
     error::{Error, Result},
     memory::system::second_level_cache,
@@ -40,9 +40,9 @@ impl Workers {
     }
 
     /// How to store `bytes` of rows of `row_bytes` in one call.
-    pub(super) fn store(&self, row_bytes: usize, bytes: usize) -> Store {
+    pub(super) fn store(&self, row_bytes: usize, bytes: usize, row_use: RowUse) -> Store {
         let thread_bytes = (bytes / self.threads) as u64;
-        Store::for_rows(row_bytes, thread_bytes, self.cache)
+        Store::for_rows(row_bytes, thread_bytes, row_use, self.cache)
     }
 
     /// Calls `work` for ranges that cover `0..items`, on up to `limit` threads. Ranges are not

@@ -67,7 +67,10 @@ fn every_instruction_set_copies_the_same() {
 #[test]
 fn short_rows_and_small_calls_are_not_streamed() {
     let l2 = 2 << 20;
-    assert_eq!(Store::for_rows(14336, 17 * l2, l2), Store::Streaming);
-    assert_eq!(Store::for_rows(14336, 16 * l2, l2), Store::Cached);
-    assert_eq!(Store::for_rows(272, 1 << 40, l2), Store::Cached);
+    let store = |row, bytes, row_use| Store::for_rows(row, bytes, row_use, l2);
+    assert_eq!(store(14336, 17 * l2, RowUse::Output), Store::Streaming);
+    assert_eq!(store(14336, 16 * l2, RowUse::Output), Store::Cached);
+    assert_eq!(store(14336, 16 * l2, RowUse::Staging), Store::Streaming);
+    assert_eq!(store(14336, 6 * l2, RowUse::Staging), Store::Cached);
+    assert_eq!(store(272, 1 << 40, RowUse::Staging), Store::Cached);
 }

@@ -8,6 +8,7 @@ use crate::{
     engine::cpu::{
         announce::{ACCEPTED, Announcement, NO_MEMORY, note_reject},
         control::Kind,
+        copy::RowUse,
         core::{Counters, Turn},
         group::{Absent, At, Stage},
         rows::{Rows, RowsMut, copy_each},
@@ -43,7 +44,9 @@ impl InFlight {
                 .enumerate()
                 .any(|(to, &slot)| to != me && slot >= 0)
         };
-        let store = core.workers.store(row, self.own.tokens * row);
+        let store = core
+            .workers
+            .store(row, self.own.tokens * row, RowUse::Staging);
         let copied = copy_each(
             &core.workers,
             input.num_sms,
@@ -114,7 +117,7 @@ impl InFlight {
         let first = Self::first_rows(announced, me)[me];
         let tokens = self.plan.routes.tokens_of_rank(Rank(me));
         let row = self.own.terms.row_bytes;
-        let store = core.workers.store(row, to.bytes());
+        let store = core.workers.store(row, to.bytes(), RowUse::Output);
         let copied = copy_each(
             &core.workers,
             input.num_sms,
@@ -173,7 +176,9 @@ impl InFlight {
             Ok(true)
         })?;
         let total: u64 = self.own.rows.iter().sum();
-        let store = core.workers.store(row, total as usize * row);
+        let store = core
+            .workers
+            .store(row, total as usize * row, RowUse::Output);
         let copied = copy_each(
             &core.workers,
             input.num_sms,
@@ -282,7 +287,7 @@ impl InFlight {
         // SAFETY: the peer staged a row for each token there and leaves them alone until this rank
         // has finished the call.
         let rows = unsafe { Rows::new(base, row, from.tokens, row) };
-        let store = core.workers.store(row, to.bytes());
+        let store = core.workers.store(row, to.bytes(), RowUse::Output);
         let copied = copy_each(
             &core.workers,
             input.num_sms,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{
     super::{
         announce::{Announcement, Terms, gather},
-        copy::{self, Store, store_fence},
+        copy::{self, RowUse, Store, store_fence},
         core::{Core, Counters, Member},
         rows::Rows,
     },
@@ -372,7 +372,7 @@ impl InFlight {
         let cube = Cube::of(&mut out.x);
         let scales = out.scales.as_mut().map(Cube::of);
         let total = places.len() * row_bytes;
-        let store = core.workers.store(row_bytes, total);
+        let store = core.workers.store(row_bytes, total, RowUse::Output);
         let grain = (64 << 10) / bytes.max(1);
         core.workers.run(arrivals.len(), grain, None, |range| {
             let mut copied = 0;

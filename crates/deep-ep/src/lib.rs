@@ -71,11 +71,11 @@ pub mod topology;
 pub use bootstrap::Communicator;
 pub use buffer::{
     Buffer, BufferConfig, CombineInput, CombineOutput, CombineRows, CombineWire, Combined,
-    DispatchHandle, DispatchInput, DispatchOutput, Dispatched, Landing, Layout, Loan,
-    LowLatencyCombineInput, LowLatencyConfig, LowLatencyDispatchInput, LowLatencyDispatchOutput,
-    LowLatencyDispatched, LowLatencyHandle, MemoryUse, PendingCombine, PendingDispatch,
-    PendingLowLatencyCombine, PendingLowLatencyDispatch, ReceivedCounts, Routes, RowFormat,
-    Statistics, Stream, TopK,
+    DeviceLayout, DeviceRoutes, DispatchHandle, DispatchInput, DispatchOutput, Dispatched, Landing,
+    Layout, Loan, LowLatencyCombineInput, LowLatencyConfig, LowLatencyDispatchInput,
+    LowLatencyDispatchOutput, LowLatencyDispatched, LowLatencyHandle, MemoryUse, PendingCombine,
+    PendingDispatch, PendingLowLatencyCombine, PendingLowLatencyDispatch, ReceivedCounts, Routes,
+    RowFormat, Statistics, Stream, TopK,
 };
 pub use dtype::{DType, Element, F8E4M3};
 pub use engine::cuda;

@@ -52,6 +52,9 @@ pub struct LowLatencyConfig {
 pub struct BufferConfig {
     /// Engine to use.
     pub engine: EngineChoice,
+    /// GPU of the CUDA engine, by its number among those that this process sees. `None`: with
+    /// engine `cuda` the rank's number modulo the GPUs; with engine `auto` the CPU engine is used.
+    pub device: Option<usize>,
     /// Bytes of symmetric memory to start with for the high-throughput calls; it grows.
     pub scale_up_bytes: usize,
     /// Most bytes that this rank's symmetric memory may grow to; `None`: the machine's memory.
@@ -76,6 +79,7 @@ impl Default for BufferConfig {
     fn default() -> Self {
         Self {
             engine: EngineChoice::Auto,
+            device: None,
             scale_up_bytes: 0,
             max_bytes: None,
             low_latency: None,

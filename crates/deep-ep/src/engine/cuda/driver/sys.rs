@@ -6,7 +6,7 @@ pub(crate) use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdevice_P2PAttribute, CUdevice_attribute, CUdeviceptr, CUevent,
     CUevent_flags, CUfunction, CUfunction_attribute, CUgraph, CUgraphExec, CUlaunchAttribute,
     CUlaunchAttributeID, CUlaunchAttributeValue, CUlaunchConfig, CUmodule, CUstream,
-    CUstream_flags, CUstreamCaptureMode,
+    CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus,
 };
 
 use cudarc::driver::sys;
@@ -33,8 +33,13 @@ table! {
             fn cuCtxPopCurrent_v2(*mut CUcontext);
             fn cuCtxEnablePeerAccess(CUcontext, c_uint);
             fn cuStreamCreate(*mut CUstream, c_uint);
+            fn cuStreamCreateWithPriority(*mut CUstream, c_uint, c_int);
+            fn cuCtxGetStreamPriorityRange(*mut c_int, *mut c_int);
             fn cuStreamDestroy_v2(CUstream);
             fn cuStreamSynchronize(CUstream);
+            fn cuStreamQuery(CUstream);
+            fn cuStreamWaitEvent(CUstream, CUevent, c_uint);
+            fn cuStreamIsCapturing(CUstream, *mut CUstreamCaptureStatus);
             fn cuStreamBeginCapture_v2(CUstream, CUstreamCaptureMode);
             fn cuStreamEndCapture(CUstream, *mut CUgraph);
             fn cuGraphInstantiateWithFlags(*mut CUgraphExec, CUgraph, c_ulonglong);
@@ -44,6 +49,8 @@ table! {
             fn cuEventCreate(*mut CUevent, c_uint);
             fn cuEventDestroy_v2(CUevent);
             fn cuEventRecord(CUevent, CUstream);
+            fn cuEventQuery(CUevent);
+            fn cuEventSynchronize(CUevent);
             fn cuMemAlloc_v2(*mut CUdeviceptr, usize);
             fn cuMemFree_v2(CUdeviceptr);
             fn cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
@@ -80,5 +87,6 @@ pub(crate) mod code {
     pub(crate) const SUCCESS: c_uint = 0;
     pub(crate) const OUT_OF_MEMORY: c_uint = 2;
     pub(crate) const NO_DEVICE: c_uint = 100;
+    pub(crate) const NOT_READY: c_uint = 600;
     pub(crate) const PEER_ACCESS_ALREADY_ENABLED: c_uint = 704;
 }

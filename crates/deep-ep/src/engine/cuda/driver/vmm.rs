@@ -248,11 +248,6 @@ impl Space {
         self.base
     }
 
-    /// Bytes from the base on that have memory.
-    pub(crate) fn mapped(&self) -> u64 {
-        self.mapped
-    }
-
     /// Sets every mapped byte to zero, in the stream's order.
     pub(crate) fn clear(&self, stream: &Stream) -> Result<()> {
         let _entered = stream.context.enter()?;

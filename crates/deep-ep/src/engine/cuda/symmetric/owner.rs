@@ -73,12 +73,20 @@ impl Owner {
             requested: bytes,
             limit: self.reserved,
         })?;
+        self.nobody_refused()?;
         if target > self.mapped {
             let offer = Offer {
                 offset: self.mapped,
                 bytes: target - self.mapped,
             };
-            let file = memory.grow(offer.bytes)?;
+            let file = memory.grow(offer.bytes).map_err(|error| match error {
+                Error::OutOfMemory { purpose, limit, .. } => Error::OutOfMemory {
+                    purpose,
+                    requested: target,
+                    limit,
+                },
+                other => other,
+            })?;
             self.mapped = target;
             self.offer(offer, file);
         }
@@ -104,9 +112,7 @@ impl Owner {
                 peer.send()?;
                 peer.receive();
             }
-            if let Some(error) = self.peers.iter().find_map(Peer::refusal) {
-                return Err(error);
-            }
+            self.nobody_refused()?;
             let missing: Vec<_> = self.peers.iter().filter_map(Peer::missing).collect();
             if missing.is_empty() {
                 return Ok(());
@@ -122,6 +128,11 @@ impl Owner {
             }
             self.sleep(timeout - waited)?;
         }
+    }
+
+    fn nobody_refused(&self) -> Result<()> {
+        let refusal = self.peers.iter().find_map(Peer::refusal);
+        refusal.map_or(Ok(()), Err)
     }
 
     fn sleep(&self, longest: Duration) -> Result<()> {

@@ -17,7 +17,10 @@
 //!
 //! Strangers: the socket's name is random, another user's connections are closed at once, and one
 //! without the right tokens gets nothing. Whoever connects and stays silent, or sends something
-//! else, holds one place in a bounded list for [`PATIENCE`]; a peer that is crowded out comes back.
+//! else, holds one place in a bounded list for `meeting::PATIENCE`; a peer that is crowded out comes
+//! back.
+//!
+//! [`Meeting`] does this with any file, and keeps the connections for who has more to send.
 //!
 //! Names are abstract and files are memfds: nothing is left behind, whatever dies.
 

@@ -1,6 +1,7 @@
 //! The protocol of growth with pretended memory; [`gpu`] has the real one.
 
 mod gpu;
+mod waiting;
 
 use std::{
     collections::BTreeMap,
@@ -125,15 +126,18 @@ fn answer(socket: &OwnedFd, end: u64) {
 fn all_ranks_grow_at_the_same_time() {
     const RANKS: usize = 4;
     let memories: Vec<_> = (0..RANKS).map(|_| Arc::new(Fake::default())).collect();
-    let mut owners: Vec<_> = (0..RANKS).map(|_| owner(vec![])).collect();
     let mut sources: Vec<_> = (0..RANKS).map(|_| vec![]).collect();
-    for rank in 0..RANKS {
-        for peer in (0..RANKS).filter(|&peer| peer != rank) {
-            let (to, from) = pair();
-            owners[rank].peers.push(Peer::new(Rank(peer), to));
-            sources[peer].push(source(rank, from));
-        }
-    }
+    let mut connect = |rank: usize, peer: usize| {
+        let (to, from) = pair();
+        sources[peer].push(source(rank, from));
+        Peer::new(Rank(peer), to)
+    };
+    let mut owners: Vec<_> = (0..RANKS)
+        .map(|rank| {
+            let peers = (0..RANKS).filter(|&peer| peer != rank);
+            owner(peers.map(|peer| connect(rank, peer)).collect())
+        })
+        .collect();
     let services: Vec<_> = sources
         .into_iter()
         .enumerate()

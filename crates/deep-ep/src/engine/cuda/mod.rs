@@ -7,6 +7,8 @@ pub(crate) mod driver;
 pub(crate) mod jit;
 pub mod limit;
 mod report;
+#[allow(dead_code)] // Until the engine's calls use it.
+pub(crate) mod symmetric;
 
 pub use driver::{checked::Version, device::ComputeCapability};
 pub use report::{Cache, Compiler, DriverFacts, Gpu, Peer, Report, Tried};

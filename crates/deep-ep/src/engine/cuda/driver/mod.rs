@@ -17,3 +17,4 @@ pub(crate) mod module;
 pub(crate) mod nvrtc;
 pub(crate) mod stream;
 pub(crate) mod sys;
+pub(crate) mod vmm;

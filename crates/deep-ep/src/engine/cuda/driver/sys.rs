@@ -5,8 +5,11 @@ use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 pub(crate) use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdevice_P2PAttribute, CUdevice_attribute, CUdeviceptr, CUevent,
     CUevent_flags, CUfunction, CUfunction_attribute, CUgraph, CUgraphExec, CUlaunchAttribute,
-    CUlaunchAttributeID, CUlaunchAttributeValue, CUlaunchConfig, CUmodule, CUstream,
-    CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus,
+    CUlaunchAttributeID, CUlaunchAttributeValue, CUlaunchConfig, CUmemAccess_flags,
+    CUmemAccessDesc, CUmemAllocationGranularity_flags, CUmemAllocationHandleType,
+    CUmemAllocationProp, CUmemAllocationProp_st__bindgen_ty_1 as CUmemAllocationFlags,
+    CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType, CUmodule,
+    CUstream, CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus, CUuuid,
 };
 
 use cudarc::driver::sys;
@@ -70,6 +73,19 @@ table! {
         optional {
             // CUDA 12.4
             fn cuFuncLoad(CUfunction);
+            // CUDA 11.4
+            fn cuDeviceGetUuid_v2(*mut CUuuid, CUdevice);
+            // CUDA 10.2, but not on every platform
+            fn cuMemGetAllocationGranularity(*mut usize, *const CUmemAllocationProp, CUmemAllocationGranularity_flags);
+            fn cuMemAddressReserve(*mut CUdeviceptr, usize, usize, CUdeviceptr, c_ulonglong);
+            fn cuMemAddressFree(CUdeviceptr, usize);
+            fn cuMemCreate(*mut CUmemGenericAllocationHandle, usize, *const CUmemAllocationProp, c_ulonglong);
+            fn cuMemRelease(CUmemGenericAllocationHandle);
+            fn cuMemExportToShareableHandle(*mut c_void, CUmemGenericAllocationHandle, CUmemAllocationHandleType, c_ulonglong);
+            fn cuMemImportFromShareableHandle(*mut CUmemGenericAllocationHandle, *mut c_void, CUmemAllocationHandleType);
+            fn cuMemMap(CUdeviceptr, usize, usize, CUmemGenericAllocationHandle, c_ulonglong);
+            fn cuMemUnmap(CUdeviceptr, usize);
+            fn cuMemSetAccess(CUdeviceptr, usize, *const CUmemAccessDesc, usize);
         }
         unchecked {
             // The name before CUDA 12.8, which newer drivers keep.

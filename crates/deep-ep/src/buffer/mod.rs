@@ -215,6 +215,16 @@ impl Buffer {
         self.engine.loan(dtype, shape)
     }
 
+    /// As [`loan`](Self::loan), where the engine works: on the GPU with the CUDA engine, whose loans
+    /// otherwise can be read and written on the host and are copied.
+    ///
+    /// # Errors
+    /// As [`loan`](Self::loan).
+    pub fn device_loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan> {
+        Shape::dense(dtype, shape)?;
+        self.engine.device_loan(dtype, shape)
+    }
+
     /// A tensor `[E/R, R*M, H]` bf16 in symmetric memory for the outputs of the experts of `handle`,
     /// for a [`Buffer::low_latency_combine`] without a copy. Only rows in use take memory. Local.
     ///

@@ -4,6 +4,7 @@
 //! CUDA's driver and its compiler NVRTC are loaded at run time. Without them everything here answers
 //! with an [`Error::Unsupported`](crate::Error::Unsupported) that says what is missing.
 
+pub(crate) mod bridge;
 pub(crate) mod driver;
 mod gpu;
 pub(crate) mod jit;

@@ -82,8 +82,8 @@ pub(crate) fn others_not_finished(communicator: &Communicator, _: &Params) {
     let buffer = buffer_for(communicator, &world);
     for forget in [false, true, false] {
         let received = high_throughput::dispatch(&buffer, &world, &Calls::default());
-        let rows = vec![bf16::ONE; received.counts.rows * 16];
-        let rows = deep_ep::Tensor::new(&rows, &[received.counts.rows, 16]).unwrap();
+        let rows = vec![bf16::ONE; received.counts.output_rows * 16];
+        let rows = deep_ep::Tensor::new(&rows, &[received.counts.output_rows, 16]).unwrap();
         let pending = buffer
             .combine(CombineInput::new(rows, &received.handle))
             .unwrap();

@@ -82,7 +82,9 @@ pub(crate) fn two_buffers(communicator: &Communicator, params: &Params) {
         }
         combine_both(
             &buffers,
-            &received.each_ref().map(|r| (&r.handle, r.counts.rows)),
+            &received
+                .each_ref()
+                .map(|r| (&r.handle, r.counts.output_rows)),
         );
     }
     for (buffer, world) in buffers.iter().zip(&worlds) {

@@ -57,7 +57,7 @@ pub(crate) fn rows_copied(communicator: &Communicator, _: &Params) {
             .as_slice::<u8>()
             .expect("dense")
             .chunks_exact(communicator.size());
-        let staged = goes.filter(leaves).count() + received.counts.rows;
+        let staged = goes.filter(leaves).count() + received.counts.output_rows;
         assert_eq!(
             copied() - before,
             staged as u64 * row_bytes,

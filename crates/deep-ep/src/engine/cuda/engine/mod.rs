@@ -55,6 +55,11 @@ impl CudaEngine {
         })
     }
 
+    /// The GPU's number among those that this process sees.
+    pub(crate) fn ordinal(&self) -> usize {
+        self.core.context.device.ordinal
+    }
+
     fn unsupported<T>() -> Result<T> {
         Err(Error::Unsupported {
             feature: "low-latency calls on engine cuda".into(),

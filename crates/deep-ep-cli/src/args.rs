@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use anyhow::{Result, ensure};
 use clap::{ArgMatches, Args, Parser, Subcommand, parser::ValueSource};
-use deep_ep::routing::MAX_TOP_K;
+use deep_ep::{Settings, routing::MAX_TOP_K};
 
 use crate::{
     batch::Sizes,
@@ -120,7 +120,7 @@ pub(crate) struct BenchArgs {
     /// How dispatched rows travel
     #[arg(long, value_enum, value_delimiter = ',', default_value = "bf16")]
     pub(crate) dtype: Vec<RowType>,
-    /// What a rank is
+    /// What a rank is; with --engine cuda a thread
     #[arg(long, value_enum, value_delimiter = ',', default_value = "processes")]
     pub(crate) launch: Vec<Launch>,
     /// Where dispatched rows and combine's input are (low-latency: combine's input)
@@ -154,7 +154,8 @@ pub(crate) struct BenchArgs {
     /// Seed of the generated tokens
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Compare nothing with the reference (by default the first and the last iteration are)
+    /// Compare nothing with the reference (by default the first and the last iteration are; with
+    /// --engine cuda the same calls with host tensors, before they are measured)
     #[arg(long)]
     pub(crate) no_verify: bool,
     /// Measure what memory and links of this host's GPUs can do at most: with --engine cuda besides the
@@ -184,7 +185,13 @@ pub(crate) struct DoctorArgs {
 impl BenchArgs {
     /// Whether calls with device tensors are measured.
     pub(crate) fn on_gpus(&self) -> bool {
-        self.common.engine == Some(EngineChoice::Cuda)
+        match self.common.engine {
+            Some(engine) => engine == EngineChoice::Cuda,
+            // A variable does not make more of --limit than it asks for.
+            None if self.limit => false,
+            None => Settings::from_env()
+                .is_ok_and(|settings| settings.engine.value == deep_ep::EngineChoice::Cuda),
+        }
     }
 
     /// Whether what was given on the command line can be used together.

@@ -92,8 +92,8 @@ fn low_latency(buffer: &Buffer, world: &World, format: RowFormat, wire: CombineW
     let [local, rows] = [world.plan.experts, buffer.num_ranks() * max];
     let mut y = vec![bf16::ZERO; local * rows * HIDDEN];
     let counts = received.recv_count.as_slice::<i32>().unwrap();
-    for e in 0..local {
-        for i in 0..counts[e] as usize {
+    for (e, &count) in counts.iter().enumerate() {
+        for i in 0..count as usize {
             let at = (e * rows + i) * HIDDEN;
             // Of fp8 rows the codes, as numbers.
             let row: Vec<bf16> = match format {

@@ -334,7 +334,9 @@ impl Core {
             self.symmetric.commit(needed)?;
             Ok(self.symmetric.committed())
         };
-        let block = lock(&self.heap).alloc(bytes.next_multiple_of(4096), purpose, &mut grow)?;
+        // A page at least, so that blocks begin at one.
+        let bytes = bytes.max(1).next_multiple_of(4096);
+        let block = lock(&self.heap).alloc(bytes, purpose, &mut grow)?;
         debug_assert!(block.offset().is_multiple_of(LANDING_UNIT));
         Ok(Piece {
             core: Arc::clone(self),

@@ -204,9 +204,7 @@ pub(super) fn reject(core: &Arc<Core>, text: u64) -> Result<()> {
             launch(core, &on, &params, 1, None)?;
             split.meet(&on.stream)?;
             params.group.advance = 1;
-            params.phases = phase::MOVE;
-            params.route_source = route_source::HANDLE;
-            params.routes[1] = core.expert_counts.address();
+            params.phases = phase::REJECT;
             launch(core, &on, &params, 1, None)?;
             split.meet(&on.stream)?;
         }
@@ -266,7 +264,7 @@ fn blank(group: GroupParams) -> DispatchParams {
 /// Bytes of dynamic shared memory, see `Shared` in dispatch.cu.
 fn shared_bytes(params: &DispatchParams) -> u64 {
     let ranks = u64::from(params.group.ranks);
-    let words = ranks * (ANNOUNCE_WORDS + ranks)
+    let words = ranks * (ANNOUNCE_WORDS + 2 * ranks)
         + u64::from(params.count_blocks) * ranks
         + 3 * ranks
         + 1

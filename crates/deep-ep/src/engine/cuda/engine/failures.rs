@@ -156,13 +156,10 @@ impl Failures {
         let rank = Rank(what.rank as usize);
         match what.verdict {
             verdict::DIFFER => self.differs(rank, what.detail),
-            verdict::HANDLE => self.rejected(
-                rank,
-                Reject::new(
-                    "handle",
-                    format!("of rank {rank}"),
-                    "must be of the same dispatch as the peers' handles",
-                ),
+            verdict::HANDLE => Error::invalid(
+                "handle",
+                format!("on rank {rank} of other row counts"),
+                "must be of the same dispatch on all ranks",
             ),
             verdict::OVERFLOW | verdict::GROW => self.rejected(
                 rank,

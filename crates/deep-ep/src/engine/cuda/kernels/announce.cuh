@@ -3,9 +3,9 @@
 
 #include "group.cuh"
 
-// In shared memory.
+// What a thread knows of the announcements.
 struct Announced {
-    // `[ranks][length]`
+    // In shared memory: `[ranks][length]`
     u32* words;
     u32 ranks;
     // Words of an announcement that all ranks read.
@@ -30,8 +30,7 @@ struct Announced {
     }
 };
 
-// Waits for the announcements of all ranks. False: a wait gave up. Called by all threads; `out` is
-// in shared memory.
+// Waits for the announcements of all ranks. False: a wait gave up. Called by all threads.
 __device__ inline bool gather(const Group& group, Announced& out) {
     const u32 length = out.length;
     bool here = true;
@@ -53,6 +52,8 @@ __device__ __forceinline__ void conclude(u64* strongest, u32 verdict, u32 rank) 
 enum Counts {
     // Rows to each rank; they land at the rank.
     COUNTS_DISPATCH,
+    // The same, and behind them the rows from each rank that a handle says.
+    COUNTS_CACHED,
     // Rows to each rank when they were dispatched, which now come back; and, behind them, rows from
     // each rank, which go back.
     COUNTS_COMBINE,
@@ -76,10 +77,12 @@ __device__ inline void judge(const Group& group, Announced& out, Counts counts, 
         }
         u64 rows = 0;
         for (u32 s = 0; s < out.ranks; s++) {
-            if (counts == COUNTS_DISPATCH) {
+            if (counts != COUNTS_COMBINE) {
                 rows += out.rows(s, r);
-            } else {
-                if (s != r) rows += out.rows(r, s);
+            } else if (s != r) {
+                rows += out.rows(r, s);
+            }
+            if (counts != COUNTS_DISPATCH) {
                 const bool agree = out.rows(s, r) == out.word(r, WORD_COUNTS + out.ranks + s);
                 if (!agree && out.word(s, WORD_STATUS) == STATUS_OK) conclude(&strongest, VERDICT_HANDLE, r);
             }
@@ -87,10 +90,9 @@ __device__ inline void judge(const Group& group, Announced& out, Counts counts, 
         if (rows > out.word(r, WORD_CAPACITY)) conclude(&strongest, worst ? VERDICT_OVERFLOW : VERDICT_GROW, r);
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        out.verdict = strongest == ~u64(0) ? u32(VERDICT_OK) : u32(strongest >> 32);
-        out.verdict_rank = u32(strongest);
-    }
+    // Every thread has its own `out`.
+    out.verdict = strongest == ~u64(0) ? u32(VERDICT_OK) : u32(strongest >> 32);
+    out.verdict_rank = u32(strongest);
     __syncthreads();
 }
 

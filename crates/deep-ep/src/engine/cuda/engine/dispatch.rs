@@ -51,6 +51,7 @@ fn choices<'a>(input: &DispatchInput<'a>) -> Option<TopK<'a>> {
 /// A dispatch that was launched.
 pub(super) struct InFlight {
     core: Arc<Core>,
+    number: u64,
     on: OnStream,
     params: DispatchParams,
     device: Device,
@@ -338,6 +339,7 @@ impl InFlight {
         }
         let mut this = Self {
             core: Arc::clone(core),
+            number: core.number(),
             on,
             params,
             device: input.x.device(),
@@ -435,6 +437,7 @@ impl InFlight {
     /// Waits for the counts; makes room and calls again if rows do not fit somewhere.
     fn wait_counts(&mut self) -> Result<&ReceivedCounts> {
         while self.counts.is_none() {
+            self.core.check_current(self.number, Operation::Dispatch)?;
             let (verdict, counts) = self.wait_result()?;
             if verdict == verdict::OK {
                 self.core.saw_rows(counts.rows.unwrap_or(0));
@@ -543,6 +546,7 @@ impl InFlight {
     }
 
     fn known_counts(&mut self) -> Result<ReceivedCounts> {
+        self.core.check_current(self.number, Operation::Dispatch)?;
         match self.worst {
             Some(rows) => Ok(self.worst_counts(rows)),
             None => self.wait_counts().cloned(),

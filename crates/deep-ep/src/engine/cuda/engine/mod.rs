@@ -205,7 +205,7 @@ impl Engine for CudaEngine {
     }
 
     fn barrier(&self) -> Result<()> {
-        Self::unsupported()
+        self.core.barrier()
     }
 
     fn loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan> {

@@ -106,13 +106,15 @@ __device__ inline void tell_verdict(const Group& group, const Announced& all, u6
         detail[0] = reinterpret_cast<const u64*>(text)[0];
         detail[1] = reinterpret_cast<const u64*>(text)[1];
     } else if (all.verdict == VERDICT_DIFFER) {
-        u32 first = 0;
-        while (first < rank && all.word(first, WORD_STATUS) != STATUS_OK) first++;
-        for (u32 w = WORD_TERMS; w <= WORD_SCALES; w++) {
-            if (all.word(rank, w) == all.word(first, w)) continue;
-            detail[0] = u64(w) << 32 | first;
-            detail[1] = u64(all.word(rank, w)) << 32 | all.word(first, w);
-            break;
+        // Every rank hears of the first one that differs from itself: which word, whose, and both.
+        const u32 me = group.p.rank;
+        for (u32 r = 0; r < all.ranks && detail[0] == 0; r++) {
+            for (u32 w = WORD_TERMS; w <= WORD_SCALES; w++) {
+                if (all.word(r, w) == all.word(me, w)) continue;
+                detail[0] = u64(1) << 63 | u64(w) << 32 | r;
+                detail[1] = u64(all.word(me, w)) << 32 | all.word(r, w);
+                break;
+            }
         }
     } else if (all.verdict == VERDICT_OVERFLOW || all.verdict == VERDICT_GROW) {
         detail[0] = all.rows_before(all.ranks, rank);

@@ -62,6 +62,8 @@ pub(super) struct InFlight {
     landing: Arc<Piece>,
     layout: LandingLayout,
     handle: Option<HandleParts>,
+    /// Source tokens of worst-case outputs along a given handle.
+    padding: Option<Arc<Piece>>,
     counts: Option<ReceivedCounts>,
     expert_alignment: usize,
     worst: Option<usize>,
@@ -318,11 +320,15 @@ impl InFlight {
             .unwrap_or_else(|| core.expected_rows(input.x.shape()[0]));
         let layout = LandingLayout::of(&params);
         let landing = core.block(layout.bytes(rows), purpose(input.landing))?;
-        let mut handle = None;
+        let (mut handle, mut padding) = (None, None);
         if !matches!(input.routes, Routes::Handle(_)) {
             let parts = HandleParts::new(core, input.x.shape()[0], rows)?;
             parts.describe(&mut params);
             handle = Some(parts);
+        } else if input.num_worst_tokens.is_some() {
+            let block = core.block(rows as u64 * 4, Purpose::Metadata)?;
+            params.src_idx = block.address();
+            padding = Some(Arc::new(block));
         }
         if recorded && !fused {
             landing.keep();
@@ -336,6 +342,7 @@ impl InFlight {
             landing: Arc::new(landing),
             layout,
             handle,
+            padding,
             counts: None,
             expert_alignment: input.expert_alignment,
             worst: input.num_worst_tokens,
@@ -552,7 +559,12 @@ impl InFlight {
 
     fn made_handle(&self, input: &DispatchInput<'_>, rows: usize) -> Result<DispatchHandle> {
         if let Routes::Handle(handle) = input.routes {
-            return Ok(handle.clone());
+            let Some(block) = &self.padding else {
+                return Ok(handle.clone());
+            };
+            let (at, device) = (block.address(), self.device);
+            let src_idx = device_tensor(at, DType::I32, &[rows], device, block)?;
+            return Ok(handle.padded(src_idx));
         }
         let parts = self.handle.as_ref().expect("made with the call");
         parts.handle(self.core.rank, self.device, rows, None)

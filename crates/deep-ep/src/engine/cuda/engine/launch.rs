@@ -18,8 +18,8 @@ use crate::{
     settings::Settings,
 };
 
-/// Shared memory of a block that kernels declare, at most.
-const RESERVED_SHARED: u32 = 17 << 10;
+/// Shared memory of a block that the driver keeps for itself, and that kernels declare.
+const RESERVED_SHARED: u32 = 2048;
 
 /// The kernels of one GPU.
 ///
@@ -28,10 +28,7 @@ const RESERVED_SHARED: u32 = 17 << 10;
 /// for that, and nobody loads anything while a peer's kernel waits for this rank.
 pub(crate) struct Kernels {
     context: Arc<Context>,
-    /// Bytes of dynamic shared memory that a block may use.
-    pub(crate) most_shared: u32,
-    /// Whether there are bulk copies through shared memory.
-    pub(crate) bulk: bool,
+    most_shared: u32,
 }
 
 type Loaded = HashMap<(usize, Key, &'static CStr), Arc<Function>>;
@@ -64,7 +61,6 @@ impl Kernels {
                 .device
                 .shared_memory()?
                 .saturating_sub(RESERVED_SHARED),
-            bulk: context.device.compute_capability()?.major >= 9,
         })
     }
 

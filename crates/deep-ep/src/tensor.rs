@@ -82,6 +82,11 @@ impl Shape {
         (span.checked_mul(self.dtype.size())? < isize::MAX as usize).then_some(span)
     }
 
+    /// Bytes from the first element to the end of the last.
+    pub fn bytes(&self) -> usize {
+        self.span() * self.dtype.size()
+    }
+
     fn span(&self) -> usize {
         self.span_checked().expect("checked at construction")
     }

@@ -68,10 +68,7 @@ impl Buffer {
                 EngineChoice::Auto | EngineChoice::Cpu => {
                     Topology::single_node(communicator.size()).map(drop)
                 }
-                EngineChoice::Cuda => Err(Error::Unsupported {
-                    feature: "engine cuda".into(),
-                    why: "this build has only the cpu engine".into(),
-                }),
+                EngineChoice::Cuda => Topology::single_node(communicator.size()).map(drop),
             });
         // A rank that cannot begin tells the others, which would otherwise wait for it.
         communicator.all_succeed(usable)?;

@@ -4,6 +4,7 @@
 //! with an [`Error::Unsupported`](crate::Error::Unsupported) that says what is missing.
 
 pub(crate) mod driver;
+pub(crate) mod engine;
 pub(crate) mod jit;
 pub mod limit;
 mod report;

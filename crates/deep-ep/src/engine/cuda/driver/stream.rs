@@ -5,7 +5,10 @@ use std::{sync::Arc, time::Duration};
 use super::{
     checked::call,
     context::Context,
-    sys::{CUevent, CUevent_flags, CUstream, CUstream_flags, CUstreamCaptureStatus, code},
+    sys::{
+        CUDA_MEMCPY2D, CUevent, CUevent_flags, CUmemorytype, CUstream, CUstream_flags,
+        CUstreamCaptureStatus, code,
+    },
 };
 use crate::error::Result;
 
@@ -90,6 +93,81 @@ impl Stream {
         // SAFETY: the stream is alive, and the pointer is valid for the call.
         unsafe { call!(driver, cuStreamIsCapturing(self.raw, &mut status))? };
         Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// Whether everything that was enqueued is done.
+    ///
+    /// # Errors
+    ///
+    /// Also what went wrong in a kernel before.
+    pub(crate) fn is_done(&self) -> Result<bool> {
+        let _entered = self.context.enter()?;
+        let driver = self.context.device.driver;
+        // SAFETY: the stream is alive.
+        match unsafe { (driver.api.cuStreamQuery)(self.raw) } {
+            code::NOT_READY => Ok(false),
+            done => driver.check("cuStreamQuery", done).map(|()| true),
+        }
+    }
+
+    /// Enqueues a copy of `rows` rows of `bytes` by a copy engine. Places are an address and how far
+    /// rows are apart.
+    ///
+    /// # Safety
+    ///
+    /// Both places must be memory of this process's GPUs that holds the rows until the copy is done.
+    pub(crate) unsafe fn copy_rows(
+        &self,
+        to: (u64, u64),
+        from: (u64, u64),
+        bytes: u64,
+        rows: usize,
+    ) -> Result<()> {
+        let driver = self.context.device.driver;
+        let _entered = self.context.enter()?;
+        if to.1 == bytes && from.1 == bytes {
+            // SAFETY: as the caller says; rows lie behind one another.
+            return unsafe {
+                let all = bytes as usize * rows;
+                call!(driver, cuMemcpyDtoDAsync_v2(to.0, from.0, all, self.raw))
+            };
+        }
+        let copy = CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            srcHost: std::ptr::null(),
+            srcDevice: from.0,
+            srcArray: std::ptr::null_mut(),
+            srcPitch: from.1 as usize,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: to.0,
+            dstArray: std::ptr::null_mut(),
+            dstPitch: to.1 as usize,
+            WidthInBytes: bytes as usize,
+            Height: rows,
+        };
+        // SAFETY: as the caller says.
+        unsafe { call!(driver, cuMemcpy2DAsync_v2(&copy, self.raw)) }
+    }
+
+    /// Enqueues setting `bytes` bytes at `address` to 0.
+    ///
+    /// # Safety
+    ///
+    /// The memory must be this process's, and stay until that is done.
+    pub(crate) unsafe fn zero(&self, address: u64, bytes: u64) -> Result<()> {
+        let _entered = self.context.enter()?;
+        // SAFETY: as the caller says.
+        unsafe {
+            call!(
+                self.context.device.driver,
+                cuMemsetD8Async(address, 0, bytes as usize, self.raw)
+            )
+        }
     }
 
     /// Waits until everything that was enqueued is done.

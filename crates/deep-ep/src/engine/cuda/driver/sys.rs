@@ -3,12 +3,13 @@
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 
 pub(crate) use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdevice_P2PAttribute, CUdevice_attribute, CUdeviceptr, CUevent,
-    CUevent_flags, CUfunction, CUfunction_attribute, CUgraph, CUgraphExec, CUlaunchAttribute,
-    CUlaunchAttributeID, CUlaunchAttributeValue, CUlaunchConfig, CUmemAccess_flags,
-    CUmemAccessDesc, CUmemAllocationGranularity_flags, CUmemAllocationHandleType,
-    CUmemAllocationProp, CUmemAllocationProp_st__bindgen_ty_1 as CUmemAllocationFlags,
-    CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType, CUmodule,
+    CUDA_MEMCPY2D, CUcontext, CUdevice, CUdevice_P2PAttribute, CUdevice_attribute, CUdeviceptr,
+    CUevent, CUevent_flags, CUfunction, CUfunction_attribute, CUgraph, CUgraphExec,
+    CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue, CUlaunchConfig,
+    CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags,
+    CUmemAllocationHandleType, CUmemAllocationProp,
+    CUmemAllocationProp_st__bindgen_ty_1 as CUmemAllocationFlags, CUmemAllocationType,
+    CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType, CUmemorytype, CUmodule,
     CUstream, CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus, CUuuid,
 };
 
@@ -62,6 +63,7 @@ table! {
             fn cuMemcpyHtoDAsync_v2(CUdeviceptr, *const c_void, usize, CUstream);
             fn cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream);
             fn cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream);
+            fn cuMemcpy2DAsync_v2(*const CUDA_MEMCPY2D, CUstream);
             fn cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream);
             fn cuModuleLoadData(*mut CUmodule, *const c_void);
             fn cuModuleUnload(CUmodule);

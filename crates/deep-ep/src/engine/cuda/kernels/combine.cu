@@ -14,7 +14,7 @@ constexpr u32 DATA_WARPS = WARPS - 1;
 // Ranks that a lane looks after.
 constexpr u32 PER_LANE = RANKS == 0 || RANKS > 32 ? 2 : 1;
 // 16-byte words of a row that a lane sums at a time.
-constexpr int SUM_UNROLL = 4;
+constexpr int SUM_UNROLL = DTYPE == DTYPE_F32 ? 2 : 4;
 
 struct Shape {
     u32 ranks, row_bytes;
@@ -145,7 +145,7 @@ __device__ inline void send_row(const CombineParams& p, const Shape& shape, cons
     u8* landing = group.base(owner) + u64(shared.all.word(owner, WORD_LANDING)) * LANDING_UNIT;
     const u32 capacity = shared.all.word(owner, WORD_CAPACITY);
     const u64 place = u64(shared.all.word(owner, WORD_TOKENS)) + index;
-    const Landing to(landing, capacity, shape.row_bytes, 0, u64(p.top_k) * 4, 0);
+    const Landing to(landing, capacity, 0, u64(p.top_k) * 4, 0);
     copy_row<false>(to.rows + place * shape.row_bytes, reinterpret_cast<const u8*>(p.x) + row * p.x_stride,
                     shape.row_bytes);
     if (p.weights && lane < p.top_k) {
@@ -306,7 +306,7 @@ __device__ inline void sum_token(const CombineParams& p, const Shape& shape, u32
 __device__ inline void receive(const CombineParams& p, const Shape& shape, const Shared& shared, const Group& group) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u8* base = group.base(p.group.rank) + u64(p.landing) * LANDING_UNIT;
-    const Landing landing(base, p.capacity, shape.row_bytes, 0, u64(p.top_k) * 4, 0);
+    const Landing landing(base, p.capacity, 0, u64(p.top_k) * 4, 0);
     u64 strides = p.x | p.x_stride | p.out_x | p.out_stride;
     for (int b = 0; b < 2; b++) strides |= p.bias[b] ? p.bias[b] | p.bias_stride[b] : 0;
     const bool aligned = strides % 16 == 0;
@@ -336,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) combine(const __grid_co
     const Group group(p.group);
     read_handle(p, shape, shared);
     if (p.phases & (PHASE_COUNT | PHASE_REJECT) && blockIdx.x == 0) announce(p, shape, shared, group);
-    if (p.phases & (PHASE_MOVE | PHASE_RECEIVE | PHASE_REJECT)) {
+    if (p.phases & (PHASE_MOVE | PHASE_RECEIVE) || p.phases == PHASE_REJECT) {
         const bool here = gather(group, shared.all);
         if (here) {
             judge(group, shared.all, COUNTS_COMBINE, false);

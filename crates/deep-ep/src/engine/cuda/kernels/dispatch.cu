@@ -308,8 +308,8 @@ __device__ inline void write_metadata(const DispatchParams& p, const Shape& shap
 __device__ __forceinline__ Landing landing_of(const DispatchParams& p, const Shape& shape, const Shared& shared,
                                               const Group& group, u32 rank) {
     u8* base = group.base(rank) + u64(shared.all.word(rank, WORD_LANDING)) * LANDING_UNIT;
-    return Landing(base, shared.all.word(rank, WORD_CAPACITY), shape.row_bytes, u64(shape.top_k) * p.index_bytes,
-                   u64(shape.top_k) * 4, u64(p.scale_words) * 4);
+    return Landing(base, shared.all.word(rank, WORD_CAPACITY), u64(shape.top_k) * p.index_bytes, u64(shape.top_k) * 4,
+                   u64(p.scale_words) * 4);
 }
 
 __device__ __forceinline__ RowTarget target_in(const DispatchParams& p, const Shape& shape, const Landing& landing,
@@ -340,8 +340,8 @@ __device__ inline void send_token(const DispatchParams& p, const Shape& shape, c
         }
         if (slot >= 0) {
             place = shared.first_at[rank] + u32(slot);
-            const u8* base = group.base(rank) + u64(shared.all.word(rank, WORD_LANDING)) * LANDING_UNIT;
-            to = reinterpret_cast<u64>(base) + u64(place) * shape.row_bytes;
+            const Landing landing = landing_of(p, shape, shared, group, rank);
+            to = reinterpret_cast<u64>(landing.rows) + u64(place) * shape.row_bytes;
         }
         const u32 lanes = __ballot_sync(~0u, slot >= 0);
         if (lanes == 0) continue;
@@ -604,7 +604,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch(const __grid_c
     if (p.phases & (PHASE_COUNT | PHASE_REJECT)) {
         here = count(p, shape, shared, group);
     }
-    if (here && p.phases & (PHASE_MOVE | PHASE_RECEIVE | PHASE_REJECT)) {
+    if (here && (p.phases & (PHASE_MOVE | PHASE_RECEIVE) || p.phases == PHASE_REJECT)) {
         here = gather(group, shared.all);
         // The announcement of this rank says that what it counted is there.
         if (here && !(p.phases & (PHASE_COUNT | PHASE_REJECT))) sum_ranges(p, shape, shared);

@@ -7,7 +7,8 @@
 enum DispatchPhase {
     // Counts this rank's tokens for every rank and announces them.
     PHASE_COUNT = 1,
-    // Tells the peers that this rank's arguments were not accepted, instead of counting.
+    // Tells the peers that this rank's arguments were not accepted, instead of counting. On its own
+    // it also looks at what they say; with PHASE_COUNT a later launch does.
     PHASE_REJECT = 2,
     // Writes rows into the landing blocks of the ranks they go to.
     PHASE_MOVE = 4,

@@ -80,7 +80,7 @@ struct CallState {
 // In pinned host memory: what went wrong. The host clears `state` of a reject that it has read.
 struct Report {
     // 1: a wait of this rank passed its deadline; 2: another rank gave up (`abort` says who);
-    // 3: the host said that a rank is gone.
+    // 3: a rank that it waited for is gone.
     u32 failed;
     u32 operation;
     u32 stage;
@@ -104,8 +104,8 @@ struct GroupParams {
     // The state that this launch brings forward too, because it does both halves of the call; or 0.
     CallState* second_state;
     Report* report;
-    // In pinned memory: not 0 when the host has seen a rank go.
-    const u32* host_abort;
+    // In pinned memory: a bit for every rank that the host has seen go.
+    const u64* gone;
     // Nanoseconds that a wait may take.
     u64 timeout;
     // Offsets in every region: the abort word; announcements `[2][ranks]`, so far apart; texts of
@@ -172,6 +172,9 @@ struct Group {
         for (u32 r = 0; r < p.ranks; r++) st_relaxed_sys(abort_word(r), word);
     }
 
+    // Set in `polls` when the peer has been found gone.
+    static constexpr u32 GONE = 1u << 31;
+
     // Called between two looks at a word that is not there yet. False: leave.
     __device__ bool patient(u32& polls, u32 stage, u32 peer) const {
         polls++;
@@ -181,7 +184,12 @@ struct Group {
             return false;
         }
         if (polls % 512 == 0) {
-            const bool gone = ld_relaxed_sys(p.host_abort) != 0;
+            const bool gone = ld_relaxed_sys(p.gone) >> peer & 1;
+            // What a rank wrote before it went is there by the next time.
+            if (gone && polls < GONE) {
+                polls |= GONE;
+                return true;
+            }
             if (!gone && globaltimer() < deadline) return true;
             atomicCAS(&p.state->failed, u32(STAGE_NONE), stage);
             atomicOr(&p.state->missing, u64(1) << peer);
@@ -253,8 +261,8 @@ __device__ inline void leave(const Group& group) {
         report->missing = p.state->missing;
         report->abort = abort;
         fence_acq_rel_sys();
-        const u32 gone = ld_relaxed_sys(p.host_abort);
-        st_relaxed_sys(&report->failed, failed == STAGE_NONE ? 2u : gone != 0 ? 3u : 1u);
+        const bool gone = ld_relaxed_sys(p.gone) & p.state->missing;
+        st_relaxed_sys(&report->failed, failed == STAGE_NONE ? 2u : gone ? 3u : 1u);
     }
     if (p.advance) {
         p.state->calls = group.call;

@@ -5,20 +5,21 @@
 
 __device__ __forceinline__ u64 align_up(u64 value, u64 to) { return (value + to - 1) / to * to; }
 
-// A landing block: rows, then what travels with them, each part aligned.
+// A landing block: what travels with rows, then the rows, each part aligned. Rows are last, so that
+// the place of those that do not come can be given back.
 struct Landing {
-    u8* rows;
+    u8* src_idx;
     u8* topk;
     u8* weights;
     u8* scales;
-    u8* src_idx;
+    u8* rows;
 
-    __device__ Landing(u8* base, u64 capacity, u64 row_bytes, u64 topk_bytes, u64 weight_bytes, u64 scale_bytes) {
-        rows = base;
-        topk = rows + align_up(capacity * row_bytes, 256);
+    __device__ Landing(u8* base, u64 capacity, u64 topk_bytes, u64 weight_bytes, u64 scale_bytes) {
+        src_idx = base;
+        topk = src_idx + align_up(capacity * 4, 256);
         weights = topk + align_up(capacity * topk_bytes, 256);
         scales = weights + align_up(capacity * weight_bytes, 256);
-        src_idx = scales + align_up(capacity * scale_bytes, 256);
+        rows = scales + align_up(capacity * scale_bytes, 256);
     }
 };
 

@@ -3,7 +3,7 @@
 use std::{
     os::fd::OwnedFd,
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     },
     thread::{self, JoinHandle},
@@ -48,7 +48,7 @@ pub(super) struct Service {
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
     /// Closed when the thread has let go of everything.
-    ended: Receiver<()>,
+    ended: Mutex<Receiver<()>>,
 }
 
 impl Service {
@@ -71,7 +71,7 @@ impl Service {
         Ok(Self {
             stop,
             thread: Some(thread),
-            ended,
+            ended: Mutex::new(ended),
         })
     }
 }
@@ -80,7 +80,8 @@ impl Drop for Service {
     fn drop(&mut self) {
         // A counter that was 0 has room for 1.
         let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
-        match self.ended.recv_timeout(PATIENCE) {
+        let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
+        match ended.recv_timeout(PATIENCE) {
             Err(RecvTimeoutError::Timeout) => {
                 // It owns what it uses, and ends when the driver lets it.
                 tracing::warn!("the driver does not come back from mapping a peer's memory");

@@ -61,7 +61,14 @@ struct Call {
         if (!p.shrink) return group.patient(polls, stage, peer);
         polls++;
         if (polls % 32 == 0 && ld_relaxed_sys(group.abort_word(me())) != 0) return false;
-        return polls % 512 != 0 || globaltimer() < group.deadline;
+        if (polls % 512 != 0) return true;
+        const bool gone = ld_relaxed_sys(p.group.gone) >> peer & 1;
+        // What a rank wrote before it went is there by the next time.
+        if (gone && polls < Group::GONE) {
+            polls |= Group::GONE;
+            return true;
+        }
+        return !gone && globaltimer() < group.deadline;
     }
 
     // Whether a wait that failed concerns only the peer.
@@ -124,7 +131,7 @@ struct Call {
 // Ends a launch; called by all threads of all blocks. No thread of a launch reads the number that
 // the launch writes (a receive reads what its send wrote and the next send what the receive wrote),
 // so it needs no block to wait for another.
-__device__ inline void leave(const Call& call, bool failed) {
+__device__ inline void leave_call(const Call& call, bool failed) {
     if (__syncthreads_or(failed) && threadIdx.x == 0) {
         const GroupParams& p = call.p.group;
         fence_acq_rel_gpu();
@@ -135,8 +142,8 @@ __device__ inline void leave(const Call& call, bool failed) {
         report->missing = atomicOr(&p.state->missing, 0);
         report->abort = ld_relaxed_sys(call.group.abort_word(p.rank));
         fence_acq_rel_sys();
-        const u32 gone = ld_relaxed_sys(p.host_abort);
-        st_relaxed_sys(&report->failed, stage == STAGE_NONE ? 2u : gone != 0 ? 3u : 1u);
+        const bool gone = ld_relaxed_sys(p.gone) & p.state->missing;
+        st_relaxed_sys(&report->failed, stage == STAGE_NONE ? 2u : gone ? 3u : 1u);
     }
     if (blockIdx.x != 0 || threadIdx.x != 0) return;
     const bool over = call.p.phases & (LL_RECEIVE | LL_REJECT);
@@ -390,12 +397,20 @@ __device__ inline void add_waits(const Shape& shape, const Sources& sources, u64
     for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) reinterpret_cast<i64*>(stats)[r] += sources.waited[r];
 }
 
+// Leaves a verdict for the host to find. One block.
+__device__ inline void tell(const Call& call, const Sources& sources) {
+    if (threadIdx.x != 0) return;
+    // The text of a reject was written before the words that were seen.
+    if (sources.all.verdict == VERDICT_REJECTED) fence_acq_rel_sys();
+    tell_verdict(call.group, sources.all, nullptr, 0);
+}
+
 // Takes part in a call that this rank rejects. One block.
 __device__ inline bool reject(const Call& call, const Shape& shape, Sources& sources, u32* words) {
     announce(call, shape, 0, nullptr);
     if (!gather(call, shape, sources, words, nullptr)) return false;
     judge(shape, sources);
-    if (threadIdx.x == 0) tell_verdict(call.group, sources.all, nullptr, 0);
+    tell(call, sources);
     return true;
 }
 

@@ -1,7 +1,8 @@
 // What the low-latency kernels have in common. The protocol is described in
 // engine/low_latency/mod.rs.
 //
-// Constants, each 0 if it is known only at run time: RANKS, TOP_K, HIDDEN.
+// Constants, each 0 if it is known only at run time: RANKS, TOP_K, HIDDEN. Where HIDDEN is known, the
+// caller's rows are aligned to 16 bytes.
 #pragma once
 
 #include "announce.cuh"
@@ -9,6 +10,7 @@
 
 constexpr u32 THREADS = 1024;
 constexpr u32 WARPS = THREADS / 32;
+constexpr bool ALIGNED = HIDDEN != 0;
 // No expert: nothing of a choice concerns the rank that reads it.
 constexpr u32 NO_PLACE = ~0u;
 
@@ -146,10 +148,12 @@ __device__ inline void leave_call(const Call& call, bool failed) {
         st_relaxed_sys(&report->failed, stage == STAGE_NONE ? 2u : gone ? 3u : 1u);
     }
     if (blockIdx.x != 0 || threadIdx.x != 0) return;
+    const GroupParams& p = call.p.group;
+    const u64 before = ld_relaxed_sys(&p.state->calls);
     const bool over = call.p.phases & (LL_RECEIVE | LL_REJECT);
-    call.p.group.second_state->calls = over ? call.group.call : call.group.call - 1;
-    // A reject is a call's only launch.
-    if (call.p.phases & LL_REJECT) call.p.group.state->calls = call.group.call;
+    p.second_state->calls = over ? before + 1 : before;
+    // A reject is a call's only launch, of one block.
+    if (call.p.phases & LL_REJECT) p.state->calls = before + 1;
 }
 
 __device__ __forceinline__ i64 choice_at(const LowLatencyParams& p, u32 token, u32 k) {
@@ -279,9 +283,18 @@ struct Sources {
     u64 lost;
     u64 present;
     u32 failed;
+    // The most chunks of a source that takes part, and the most tokens of one.
+    u32 most_chunks, most_tokens;
     // Clock cycles waited for each.
     i64 waited[64];
 };
+
+// Chunks of a source's tokens.
+__device__ __forceinline__ u32 chunks_of(const Sources& sources, u32 source, u32 flags) {
+    const u32 chunk = sources.all.word(source, WORD_CHUNK), tokens = sources.all.word(source, WORD_TOKENS);
+    // No more than have a flag: a peer that wrote nonsense makes no flag outside them.
+    return chunk == 0 ? 0 : min((tokens + chunk - 1) / chunk, flags);
+}
 
 // Waits for the announcements; `counts`, if not 0, is in shared memory and gets those `[ranks]
 // [local_experts]` behind. False: a wait gave up. Called by all threads.
@@ -295,6 +308,7 @@ __device__ inline bool gather(const Call& call, const Shape& shape, Sources& sou
         sources.all.verdict_rank = 0;
         sources.lost = 0;
         sources.failed = 0;
+        sources.most_chunks = sources.most_tokens = 0;
     }
     if (threadIdx.x < 64) sources.waited[threadIdx.x] = 0;
     __syncthreads();
@@ -327,6 +341,11 @@ __device__ inline bool gather(const Call& call, const Shape& shape, Sources& sou
         words[i] = w <= WORD_SCALES ? words[call.me() * WORD_COUNTS + w] : 0;
     }
     __syncthreads();
+    for (u32 s = threadIdx.x; s < shape.ranks; s += THREADS) {
+        atomicMax(&sources.most_chunks, chunks_of(sources, s, call.p.group.flags));
+        atomicMax(&sources.most_tokens, sources.all.word(s, WORD_CHUNK));
+    }
+    __syncthreads();
     return sources.failed == 0;
 }
 
@@ -355,12 +374,6 @@ __device__ inline void judge(const Shape& shape, Sources& sources) {
     __syncthreads();
 }
 
-// Chunks of a source's tokens.
-__device__ __forceinline__ u32 chunks_of(const Sources& sources, u32 source) {
-    const u32 chunk = sources.all.word(source, WORD_CHUNK), tokens = sources.all.word(source, WORD_TOKENS);
-    return chunk == 0 ? 0 : (tokens + chunk - 1) / chunk;
-}
-
 // With `shrink`: waits for everything that every rank sends and agrees with the other blocks about
 // who takes part, so that all put rows at the same places. `wanted` are ranks whose flags are
 // expected, and how many chunks each has. False: a wait gave up. Called by all threads.
@@ -369,7 +382,7 @@ __device__ inline bool settle(const Call& call, const Shape& shape, Sources& sou
     if (!call.p.shrink) return true;
     for (u32 s = 0; s < shape.ranks; s++) {
         if (!(sources.present >> s & 1)) continue;
-        const u32 count = min(chunks(s), call.p.group.flags);
+        const u32 count = chunks(s);
         for (u32 c = threadIdx.x; c < count; c += THREADS) {
             u32 first, end;
             if (call.wait_flag(call.flag(call.me(), s, c), first, end, STAGE_ROWS, s)) continue;

@@ -8,7 +8,7 @@
 // The last warp publishes what the others have written.
 constexpr u32 DATA_WARPS = WARPS - 1;
 // Rows that a lane loads before it adds the first: of this rank's experts, and sums of ranks.
-constexpr int PARTS_AHEAD = WIRE == WIRE_LOGFMT ? 2 : 4;
+constexpr int PARTS_AHEAD = HIDDEN == 0 ? 1 : WIRE == WIRE_LOGFMT ? 2 : TOP_K > 8 ? 3 : 4;
 constexpr int SUMS_AHEAD = 4;
 
 __device__ __forceinline__ u32 wire_of(const LowLatencyParams& p) { return WIRE ? WIRE : p.format; }
@@ -84,55 +84,65 @@ __device__ inline void send(const LowLatencyCombineParams& params, const Call& c
     announce(call, shape, *shared.counters.bad, nullptr);
 }
 
+// The tagged words of a token's choices in this rank's landing memory.
+__device__ __forceinline__ const u64* choice_words(const Call& call, const Shape& shape, u32 owner, u32 token) {
+    const u64 entry = ((u64(owner) * call.p.max_tokens + token) * shape.top_k + threadIdx.x % 32) * 2;
+    return reinterpret_cast<const u64*>(call.tagged(call.me())) + entry;
+}
+
 // The rows of this rank's experts for a token, in its lanes' order of choices.
 struct Parts {
-    // Where the row should be, or 0; its weight; the row's number and the token that it is of.
+    // Where the row should be, or 0; its weight; the token that the row is of.
     u64 row;
     float weight;
-    u32 expert, number, found;
+    u32 found;
     // Lanes with a choice of this rank's experts, and of those the ones with a row.
     u32 chosen, lanes;
 
     __device__ __forceinline__ u64 row_of(u32 lane) const { return __shfl_sync(~0u, row, lane); }
     __device__ __forceinline__ float weight_of(u32 lane) const { return __shfl_sync(~0u, weight, lane); }
 
-    __device__ __forceinline__ void locate(const LowLatencyCombineParams& params, bool some) {
+    __device__ __forceinline__ void locate(const LowLatencyCombineParams& params, u32 expert, u32 number, bool some) {
         row = some ? params.x.data + expert * params.x.strides[0] + number * params.x.strides[1] : 0;
         lanes = __ballot_sync(~0u, some);
     }
 
-    // Looks again where a row is not its owner's token's: the choices were others when it was
-    // dispatched. Whether anything changed. All lanes.
-    __device__ bool verify(const LowLatencyCombineParams& params, const Shape& shape, u32 owner, u32 token) {
-        const bool mine = chosen >> threadIdx.x % 32 & 1;
-        if (!__any_sync(~0u, mine && found != token)) return false;
-        bool some = mine && found == token;
-        if (mine && !some) {
+    // Whether every row is its owner's token's. All lanes.
+    __device__ __forceinline__ bool verified(u32 token) const {
+        return !__any_sync(~0u, (chosen >> threadIdx.x % 32 & 1) && found != token);
+    }
+
+    // Looks for rows that are not where their owner expects them, because its choices were others
+    // when the token was dispatched. All lanes.
+    __device__ void search(const LowLatencyCombineParams& params, const Call& call, const Shape& shape, u32 owner,
+                           u32 token) {
+        u32 expert = 0, number = 0;
+        bool some = false;
+        if (chosen >> threadIdx.x % 32 & 1) {
+            expert = u32(ld_relaxed_sys(choice_words(call, shape, owner, token))) / call.p.max_tokens;
             const u64 at = u64(expert) * shape.ranks + owner;
             const u64 range = reinterpret_cast<const volatile u64*>(params.layout_range)[at];
             const volatile u32* info = reinterpret_cast<const volatile u32*>(params.src_info) + u64(expert) * shape.rows;
-            const u64 end = min((range >> 32) + u32(range), u64(shape.rows));
+            const u32 end = u32(min((range >> 32) + u32(range), u64(shape.rows)));
             number = u32(range >> 32);
             while (number < end && info[number] != token) number++;
             some = number < end;
         }
         __syncwarp();
-        locate(params, some);
-        return true;
+        locate(params, expert, number, some);
+        found = token;
     }
 };
 
 // Waits for a token's weights and finds its rows, to be verified. False: a wait gave up. All lanes.
 __device__ inline bool find_parts(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
                                   const Shared& shared, u32 owner, u32 token, Parts& parts) {
-    const LowLatencyParams& p = call.p;
-    const u32 lane = threadIdx.x % 32;
+    const u32 lane = threadIdx.x % 32, most = call.p.max_tokens;
     u32 place = NO_PLACE;
     parts.weight = 0.0f;
     bool here = true;
     if (lane < shape.top_k) {
-        const u64 entry = ((u64(owner) * p.max_tokens + token) * shape.top_k + lane) * 2;
-        const u64* words = reinterpret_cast<const u64*>(call.tagged(call.me())) + entry;
+        const u64* words = choice_words(call, shape, owner, token);
         u64 first, second;
         u32 polls = 0;
         ld_relaxed_sys(words, first, second);
@@ -143,17 +153,16 @@ __device__ inline bool find_parts(const LowLatencyCombineParams& params, const C
         if (here) place = u32(first), parts.weight = __uint_as_float(u32(second));
     }
     if (!__all_sync(~0u, here)) return false;
-    parts.expert = place / p.max_tokens;
-    const bool chosen = place != NO_PLACE && parts.expert < shape.local_experts;
-    parts.number = chosen ? shared.begin[parts.expert * shape.ranks + owner] + place % p.max_tokens : ~0u;
+    const u32 expert = place / most;
+    const bool chosen = place != NO_PLACE && expert < shape.local_experts;
+    const u32 number = chosen ? shared.begin[expert * shape.ranks + owner] + place % most : ~0u;
+    const bool inside = number < shape.rows;
     parts.found = ~0u;
-    const bool inside = parts.number < shape.rows;
     if (inside) {
-        const u64 at = u64(parts.expert) * shape.rows + parts.number;
-        parts.found = reinterpret_cast<const volatile u32*>(params.src_info)[at];
+        parts.found = reinterpret_cast<const volatile u32*>(params.src_info)[u64(expert) * shape.rows + number];
     }
     parts.chosen = __ballot_sync(~0u, chosen);
-    parts.locate(params, inside);
+    parts.locate(params, expert, number, inside);
     return true;
 }
 
@@ -176,77 +185,75 @@ __device__ __forceinline__ uint4 round_word(const float* sum) {
 // before the first is added.
 template <int AHEAD>
 struct Batch {
-    u32 count;
-    float weight[AHEAD];
+    u32 taken;
     uint4 value[AHEAD];
 
-    // `word(lane, some)` loads one, if there is `some`; `of(lane)` is its weight. All lanes.
-    template <class Word, class Weight>
-    __device__ __forceinline__ void load(u32& lanes, const Word& word, const Weight& of) {
-        count = __popc(lanes);
+    // `word(lane, some)` loads one, if there is `some`. All lanes.
+    template <class Word>
+    __device__ __forceinline__ void load(u32& lanes, const Word& word) {
+        taken = lanes;
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            const u32 lane = i < count ? __ffs(lanes) - 1 : 0;
+            value[i] = word((__ffs(lanes) - 1) & 31, lanes != 0);
             lanes &= lanes - 1;
-            value[i] = word(lane, i < count);
-            weight[i] = of(lane);
         }
     }
 
-    __device__ __forceinline__ void add_to(float* sum) const {
+    // Adds each with its `weight(lane)`. All lanes.
+    template <class Weight>
+    __device__ __forceinline__ void add_to(float* sum, const Weight& weight) const {
+        u32 lanes = taken;
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            if (i < count) add_weighted(sum, value[i], weight[i]);
+            const float by = weight((__ffs(lanes) - 1) & 31);
+            if (lanes != 0) add_weighted(sum, value[i], by);
+            lanes &= lanes - 1;
         }
     }
 };
 
-// Verifies a token's rows and writes their sum to `to`. All lanes of all warps of the team.
-template <bool ALIGNED>
-__device__ inline void write_sum(const LowLatencyCombineParams& params, const Shape& shape, const Team& team,
-                                 Parts& parts, u32 owner, u32 token, u8* to, u32 wire) {
+// Writes the sum of a token's rows to `to`. False: a row is not the token's, nothing was written. All
+// lanes of all warps of the team.
+__device__ inline bool write_sum(const Shape& shape, const Team& team, const Parts& parts, u32 token, u8* to,
+                                 bool aligned, u32 wire) {
     const u32 words = shape.hidden / 8;
     u32 word = team.first + threadIdx.x % 32;
     const auto load = [&](u32 lane, bool some) {
         const u8* row = reinterpret_cast<const u8*>(parts.row_of(lane));
-        return some && word < words ? load_word(row, word, ALIGNED) : make_uint4(0, 0, 0, 0);
+        return some && word < words ? load_word(row, word, aligned) : make_uint4(0, 0, 0, 0);
     };
     const auto weight = [&](u32 lane) { return parts.weight_of(lane); };
-    // The first words are on their way while rows are verified.
-    Batch<ALIGNED ? PARTS_AHEAD : 1> batch;
+    float sum[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
     u32 rest = parts.lanes;
-    batch.load(rest, load, weight);
-    if (parts.verify(params, shape, owner, token)) {
-        rest = parts.lanes;
-        batch.load(rest, load, weight);
-    }
-    for (u32 first = team.first;;) {
-        float sum[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-        batch.add_to(sum);
-        while (rest != 0) {
-            batch.load(rest, load, weight);
-            batch.add_to(sum);
-        }
+    bool verified = false;
+    for (;;) {
+        Batch<PARTS_AHEAD> batch;
+        batch.load(rest, load);
+        // The first words are on their way while rows are verified.
+        if (!verified && !parts.verified(token)) return false;
+        verified = true;
+        batch.add_to(sum, weight);
+        if (rest != 0) continue;
         if (wire == WIRE_LOGFMT) {
             logfmt_encode(to, word, shape.hidden, sum);
         } else if (word < words) {
             reinterpret_cast<uint4*>(to)[word] = round_word(sum);
         }
-        first += team.stride();
-        if (first >= words) break;
         word += team.stride();
+        if (word - threadIdx.x % 32 >= words) return true;
         rest = parts.lanes;
-        batch.load(rest, load, weight);
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum[i] = 0.0f;
     }
 }
 
 // Copies each row to its choice's slot; a row that is not there counts as zeros. All lanes of all
 // warps of the team.
-__device__ inline void write_rows(const LowLatencyCombineParams& params, const Shape& shape, const Team& team,
-                                  Parts& parts, u32 owner, u32 token, u8* to, bool aligned) {
+__device__ inline void write_rows(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
+                                  const Team& team, Parts& parts, u32 owner, u32 token, u8* to, bool aligned) {
     const u32 words = shape.hidden / 8, lane = threadIdx.x % 32;
     const u64 stride = params.common.row_stride;
-    parts.verify(params, shape, owner, token);
+    if (!parts.verified(token)) parts.search(params, call, shape, owner, token);
     for (u32 rest = parts.chosen; rest != 0; rest &= rest - 1) {
         const u32 k = __ffs(rest) - 1;
         const u8* row = reinterpret_cast<const u8*>(parts.row_of(k));
@@ -263,17 +270,10 @@ struct Turns {
     const Call& call;
     const Shape& shape;
     const Sources& sources;
-    u32 count, most_tokens;
 
-    __device__ Turns(const Call& c, const Shape& s, const Sources& from)
-        : call(c), shape(s), sources(from), count(0), most_tokens(0) {
-        u32 most_chunks = 0;
-        for (u32 r = 0; r < shape.ranks; r++) {
-            if (!(sources.present >> r & 1)) continue;
-            most_tokens = max(most_tokens, sources.all.word(r, WORD_CHUNK));
-            most_chunks = max(most_chunks, min(chunks_of(sources, r), call.p.group.flags));
-        }
-        if (most_chunks > blockIdx.x) count = ((most_chunks - blockIdx.x - 1) / gridDim.x + 1) * shape.ranks;
+    __device__ u32 count() const {
+        const u32 chunks = sources.most_chunks;
+        return chunks > blockIdx.x ? ((chunks - blockIdx.x - 1) / gridDim.x + 1) * shape.ranks : 0;
     }
 
     // Tokens of the turn's chunk; 0 if there is none.
@@ -293,13 +293,13 @@ struct Turns {
 __device__ inline void publish(const Call& call, const Shared& shared, const Turns& turns, const Team& team,
                                u32* stopped) {
     const u32 lane = threadIdx.x % 32;
-    for (u32 first = 0; first < turns.count;) {
+    for (u32 first = 0; first < turns.count();) {
         u32 end = first;
         // Lane l looks at turn first + l.
         u32 owner = 0, chunk = 0, token;
         const u32 turn = first + lane;
-        const u32 tokens = turn < turns.count ? turns.find(turn, owner, chunk, token) : 0;
-        const bool exists = turn < turns.count;
+        const u32 tokens = turn < turns.count() ? turns.find(turn, owner, chunk, token) : 0;
+        const bool exists = turn < turns.count();
         while (end == first) {
             const bool over = exists && ld_acquire_shared(&shared.done[turn]) >= tokens * team.warps;
             const u32 pending = ~__ballot_sync(~0u, over);
@@ -323,16 +323,17 @@ __device__ inline bool write_partials(const LowLatencyCombineParams& params, con
     const u32 wire = wire_of(p), words = shape.hidden / 8;
     // Two words per lane, so that two tokens of the usual size are in work.
     const Team team((words + 1) / 2, DATA_WARPS, DATA_WARPS);
-    const Turns turns(call, shape, sources);
+    const Turns turns{call, shape, sources};
     if (threadIdx.x / 32 == DATA_WARPS) {
         publish(call, shared, turns, team, stopped);
         return true;
     }
     if (!team.works()) return true;
     const u32 lane = threadIdx.x % 32;
-    const bool aligned = (params.x.data | params.x.strides[0] | params.x.strides[1]) % 16 == 0;
-    for (u64 at = team.index; at < u64(turns.count) * turns.most_tokens; at += team.count) {
-        const u32 turn = u32(at / turns.most_tokens), index = u32(at % turns.most_tokens);
+    const bool aligned = ALIGNED || (params.x.data | params.x.strides[0] | params.x.strides[1]) % 16 == 0;
+    // Fewer than 2^32, as tokens of all ranks are.
+    for (u32 at = team.index; at < turns.count() * sources.most_tokens; at += team.count) {
+        const u32 turn = at / sources.most_tokens, index = at % sources.most_tokens;
         u32 owner, chunk, first;
         if (index >= turns.find(turn, owner, chunk, first)) continue;
         const u32 token = first + index;
@@ -349,13 +350,12 @@ __device__ inline bool write_partials(const LowLatencyCombineParams& params, con
         }
         if (parts.chosen != 0 && wire == WIRE_EXACT) {
             u8* to = call.rows(owner) + u64(token) * shape.top_k * p.row_stride;
-            write_rows(params, shape, team, parts, owner, token, to, aligned);
+            write_rows(params, call, shape, team, parts, owner, token, to, aligned);
         } else if (parts.chosen != 0) {
             u8* to = call.rows(owner) + (u64(call.me()) * p.max_tokens + token) * p.row_stride;
-            if (aligned) {
-                write_sum<true>(params, shape, team, parts, owner, token, to, wire);
-            } else {
-                write_sum<false>(params, shape, team, parts, owner, token, to, wire);
+            for (;;) {
+                if (write_sum(shape, team, parts, token, to, aligned, wire)) break;
+                parts.search(params, call, shape, owner, token);
             }
         }
         __syncwarp();
@@ -458,8 +458,8 @@ __device__ inline void sum_token(const LowLatencyCombineParams& params, const Ca
             };
             for (u32 rest = expected.lanes; rest != 0;) {
                 Batch<SUMS_AHEAD> batch;
-                batch.load(rest, load, [&](u32 k) { return __shfl_sync(~0u, weight, k); });
-                batch.add_to(sum);
+                batch.load(rest, load);
+                batch.add_to(sum, [&](u32 k) { return __shfl_sync(~0u, weight, k); });
             }
         } else {
             for (u32 base = 0; base < shape.ranks; base += 32) {
@@ -470,8 +470,8 @@ __device__ inline void sum_token(const LowLatencyCombineParams& params, const Ca
                 };
                 for (u32 rest = u32(expected.ranks >> base); rest != 0;) {
                     Batch<SUMS_AHEAD> batch;
-                    batch.load(rest, load, [](u32) { return 1.0f; });
-                    batch.add_to(sum);
+                    batch.load(rest, load);
+                    batch.add_to(sum, [](u32) { return 1.0f; });
                 }
             }
         }
@@ -498,7 +498,7 @@ __device__ inline bool receive(const LowLatencyCombineParams& params, const Call
     const u32 chunks = (p.tokens + p.chunk_tokens - 1) / p.chunk_tokens;
     if (!settle(call, shape, sources, [&](u32) { return chunks; })) return false;
     const Team team(shape.hidden / 8, WARPS, WARPS);
-    const bool aligned = (params.out | params.out_stride) % 16 == 0;
+    const bool aligned = ALIGNED || (params.out | params.out_stride) % 16 == 0;
     const u64 stride = u64(team.count) * gridDim.x;
     bool here = true;
     for (u64 at = u64(team.index) * gridDim.x + blockIdx.x; team.works() && at < p.tokens && here; at += stride) {
@@ -524,9 +524,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Shared shared(memory, &bad, p, shape);
     call.heed_exclusions();
     bool here = true;
-    if (p.phases & LL_REJECT) here = reject(call, shape, sources, shared.words);
-    if (p.phases & LL_SEND) send(params, call, shape, shared);
-    if (p.phases & LL_PARTIALS) here = partials(params, call, shape, shared, sources);
-    if (p.phases & LL_RECEIVE) here = receive(params, call, shape, sources);
+    if (p.phases & LL_REJECT) {
+        here = reject(call, shape, sources, shared.words);
+    } else if (p.phases & LL_RECEIVE) {
+        here = receive(params, call, shape, sources);
+    } else {
+        if (p.phases & LL_SEND) send(params, call, shape, shared);
+        if (p.phases & LL_PARTIALS) here = partials(params, call, shape, shared, sources);
+    }
     leave_call(call, !here);
 }

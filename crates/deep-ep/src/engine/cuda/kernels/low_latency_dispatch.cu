@@ -121,7 +121,7 @@ __device__ inline void send(const LowLatencyDispatchParams& params, const Call& 
     const u32 begin = min(blockIdx.x * p.chunk_tokens, p.tokens);
     const u32 end = min(begin + p.chunk_tokens, p.tokens);
     const u32 words = shape.hidden / 8;
-    const bool aligned = (params.x | params.x_stride) % 16 == 0;
+    const bool aligned = ALIGNED || (params.x | params.x_stride) % 16 == 0;
     for (u32 i = threadIdx.x; i < p.experts; i += THREADS) shared.counters.experts[i] = 0;
     for (u32 i = threadIdx.x; i < shape.ranks; i += THREADS) shared.counters.ranks[i] = 0;
     // The first rows are on their way while places are found.
@@ -256,13 +256,8 @@ __device__ inline bool put_rows(const LowLatencyDispatchParams& params, const Ca
     if (!team.works()) return true;
     const u32 lane = threadIdx.x % 32;
     const bool aligned =
-        (params.out_x.data | params.out_x.strides[0] | params.out_x.strides[1]) % 16 == 0;
-    u32 most_rows = 0, most_chunks = 0;
-    for (u32 s = 0; s < shape.ranks; s++) {
-        if (!(sources.present >> s & 1)) continue;
-        most_rows = max(most_rows, sources.all.word(s, WORD_CHUNK));
-        most_chunks = max(most_chunks, min(chunks_of(sources, s), p.group.flags));
-    }
+        ALIGNED || (params.out_x.data | params.out_x.strides[0] | params.out_x.strides[1]) % 16 == 0;
+    const u32 most_rows = sources.most_tokens, most_chunks = sources.most_chunks;
     const i64 start = clock64();
     // Turns of this block: a chunk of one source each, other ranks' first.
     const u64 turns = most_chunks > blockIdx.x ? (most_chunks - blockIdx.x - 1) / gridDim.x + 1 : 0;
@@ -273,7 +268,7 @@ __device__ inline bool put_rows(const LowLatencyDispatchParams& params, const Ca
         const u32 row = u32(at % most_rows);
         const u32 chunk = blockIdx.x + u32(turn / shape.ranks) * gridDim.x;
         const u32 source = (call.me() + 1 + u32(turn % shape.ranks)) % shape.ranks;
-        if (!(sources.present >> source & 1) || chunk >= min(chunks_of(sources, source), p.group.flags)) continue;
+        if (!(sources.present >> source & 1) || chunk >= chunks_of(sources, source, p.group.flags)) continue;
         if (turn != known) {
             bool here = true;
             if (lane == 0) {
@@ -310,7 +305,7 @@ __device__ inline bool receive(const LowLatencyDispatchParams& params, const Cal
     if (blockIdx.x == 0) tell(call, sources);
     if (call.p.discard) return true;
     const bool any = sources.all.verdict == VERDICT_OK;
-    const auto chunks = [&](u32 s) { return any ? chunks_of(sources, s) : 0; };
+    const auto chunks = [&](u32 s) { return any ? chunks_of(sources, s, call.p.group.flags) : 0; };
     if (!settle(call, shape, sources, chunks)) return false;
     if (blockIdx.x == gridDim.x - 1) write_tables(params, shape, shared, sources, any);
     if (!any) return true;
@@ -335,8 +330,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Shared shared(memory, &bad, p, shape);
     call.heed_exclusions();
     bool here = true;
-    if (p.phases & LL_REJECT) here = reject(call, shape, sources, shared.words);
-    if (p.phases & LL_SEND) send(params, call, shape, shared);
-    if (p.phases & LL_RECEIVE) here = receive(params, call, shape, shared, sources);
+    if (p.phases & LL_REJECT) {
+        here = reject(call, shape, sources, shared.words);
+    } else if (p.phases & LL_SEND) {
+        send(params, call, shape, shared);
+    } else {
+        here = receive(params, call, shape, shared, sources);
+    }
     leave_call(call, !here);
 }

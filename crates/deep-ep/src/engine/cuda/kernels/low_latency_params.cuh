@@ -3,7 +3,7 @@
 
 #include "dispatch_params.cuh"
 
-// Parts of a low-latency call. A launch does those whose bits are set, in this order.
+// Parts of a low-latency call. A launch does one of them, or the first two.
 enum LowLatencyPhase {
     // dispatch: announces counts and writes rows. combine: announces, and sends the weights.
     LL_SEND = 1,

@@ -48,7 +48,7 @@
 //! | [`bootstrap`] | how ranks find each other |
 //! | [`tensor`] | borrowed and owned tensors |
 //! | [`routing`], [`codec`], [`topology`] | pure functions: routes, FP8 and LogFMT, ranks and nodes |
-//! | [`cuda`] | what NVIDIA GPUs are here, and how fast their memory and links are |
+//! | [`cuda`] | what NVIDIA GPUs are here, how fast their memory and links are; memory, streams and graphs for programs without a framework |
 //! | [`reference`](mod@reference) | the slow and obvious definition of every call, for tests |
 //! | [`settings`] | environment variables |
 

@@ -17,6 +17,7 @@ use crate::{
 #[derive(Clone)]
 pub struct DispatchHandle(Arc<Data>);
 
+#[expect(clippy::large_enum_variant, reason = "always behind an Arc")]
 enum Data {
     Host(HostRoutes),
     Device(DeviceRoutes),

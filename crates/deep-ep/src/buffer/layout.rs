@@ -17,7 +17,7 @@ pub struct Layout(Data);
 
 #[derive(Debug, Clone)]
 enum Data {
-    Host(HostLayout),
+    Host(Arc<HostLayout>),
     Device(Arc<DeviceLayout>),
 }
 
@@ -52,11 +52,11 @@ impl Layout {
         if topology.nodes() > 1 {
             routes.tokens_per_node(topology, tokens_per_node.insert(vec![]))?;
         }
-        Ok(Self(Data::Host(HostLayout {
+        Ok(Self(Data::Host(Arc::new(HostLayout {
             routes,
             tokens_per_expert,
             tokens_per_node,
-        })))
+        }))))
     }
 
     /// A layout from its tensors: `is_token_in_rank` `[T, R]` u8, `num_tokens_per_rank` `[R]` i32
@@ -93,11 +93,11 @@ impl Layout {
             ));
         }
         let tokens_per_expert = per_expert.iter().map(|&n| n as u32).collect();
-        Ok(Self(Data::Host(HostLayout {
+        Ok(Self(Data::Host(Arc::new(HostLayout {
             routes,
             tokens_per_expert,
             tokens_per_node: None,
-        })))
+        }))))
     }
 
     /// A layout from its tensors on a GPU.

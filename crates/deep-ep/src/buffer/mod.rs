@@ -36,7 +36,11 @@ pub use statistics::{MemoryUse, Statistics};
 use crate::{
     bootstrap::Communicator,
     dtype::DType,
-    engine::{Engine, Operation, cpu::CpuEngine},
+    engine::{
+        Engine, Operation,
+        cpu::CpuEngine,
+        cuda::{Gpu, bridge::HostBridge, engine::CudaEngine},
+    },
     error::{Error, Reject, Result},
     settings::EngineChoice,
     tensor::{Shape, Tensor},
@@ -64,15 +68,22 @@ impl Buffer {
     pub fn new(communicator: &Communicator, config: BufferConfig) -> Result<Self> {
         let usable = config
             .check(communicator.size())
-            .and_then(|()| match config.engine {
-                EngineChoice::Auto | EngineChoice::Cpu => {
-                    Topology::single_node(communicator.size()).map(drop)
-                }
-                EngineChoice::Cuda => Topology::single_node(communicator.size()).map(drop),
-            });
+            .and_then(|()| Topology::single_node(communicator.size()));
         // A rank that cannot begin tells the others, which would otherwise wait for it.
         communicator.all_succeed(usable)?;
-        let engine = Arc::new(CpuEngine::new(communicator, &config)?);
+        let on_gpu = match config.engine {
+            EngineChoice::Auto => config.device.is_some(),
+            EngineChoice::Cpu => false,
+            EngineChoice::Cuda => true,
+        };
+        let engine: Arc<dyn Engine> = if on_gpu {
+            let engine = CudaEngine::new(communicator, &config)?;
+            let bridge =
+                Gpu::new(engine.ordinal()).and_then(|gpu| HostBridge::new(Arc::new(engine), gpu));
+            Arc::new(communicator.all_succeed(bridge)?)
+        } else {
+            Arc::new(CpuEngine::new(communicator, &config)?)
+        };
         Ok(Self {
             engine,
             communicator: communicator.clone(),
@@ -210,6 +221,16 @@ impl Buffer {
     pub fn loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan> {
         Shape::dense(dtype, shape)?;
         self.engine.loan(dtype, shape)
+    }
+
+    /// As [`loan`](Self::loan), where the engine works: on the GPU with the CUDA engine, whose loans
+    /// otherwise can be read and written on the host and are copied.
+    ///
+    /// # Errors
+    /// As [`loan`](Self::loan).
+    pub fn device_loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan> {
+        Shape::dense(dtype, shape)?;
+        self.engine.device_loan(dtype, shape)
     }
 
     /// A tensor `[E/R, R*M, H]` bf16 in symmetric memory for the outputs of the experts of `handle`,

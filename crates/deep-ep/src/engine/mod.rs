@@ -84,6 +84,10 @@ pub(crate) trait Engine: Send + Sync {
     fn barrier(&self) -> Result<()>;
     /// A block of symmetric memory for the caller to fill.
     fn loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan>;
+    /// As [`loan`](Self::loan), on the device of an engine that takes host tensors besides.
+    fn device_loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan> {
+        self.loan(dtype, shape)
+    }
     /// Room for `[E/R, R*M, H]` bf16 of which only the rows in use, as `handle` says, take memory.
     fn low_latency_combine_buffer(&self, handle: &LowLatencyHandle, hidden: usize) -> Result<Loan>;
     /// Grows symmetric memory to at least this many bytes now.

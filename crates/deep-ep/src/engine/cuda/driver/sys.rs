@@ -88,6 +88,9 @@ table! {
             fn cuMemMap(CUdeviceptr, usize, usize, CUmemGenericAllocationHandle, c_ulonglong);
             fn cuMemUnmap(CUdeviceptr, usize);
             fn cuMemSetAccess(CUdeviceptr, usize, *const CUmemAccessDesc, usize);
+            // Where the GPU has memory pools.
+            fn cuMemAllocAsync(*mut CUdeviceptr, usize, CUstream);
+            fn cuMemFreeAsync(CUdeviceptr, CUstream);
         }
         unchecked {
             // The name before CUDA 12.8, which newer drivers keep.
@@ -107,4 +110,5 @@ pub(crate) mod code {
     pub(crate) const NO_DEVICE: c_uint = 100;
     pub(crate) const NOT_READY: c_uint = 600;
     pub(crate) const PEER_ACCESS_ALREADY_ENABLED: c_uint = 704;
+    pub(crate) const NOT_SUPPORTED: c_uint = 801;
 }

@@ -59,6 +59,7 @@ pub(super) fn begin(core: &Arc<Core>, input: &CombineInput<'_>) -> Result<Box<dy
     }
     params.capacity = capacity as u32;
     params.units = units(input.x.as_tensor(), core.ranks).div_ceil(send).max(1);
+    core.number();
     let mut call = InFlight {
         core: Arc::clone(core),
         on,

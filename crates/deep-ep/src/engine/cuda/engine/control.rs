@@ -108,7 +108,7 @@ mod tests {
 
     #[test]
     fn every_row_has_a_flag() {
-        for count in [1, 31, 4096, 16_384, 16_385, 320_000] {
+        for count in [1usize, 31, 4096, 16_384, 16_385, 320_000] {
             assert!(count.div_ceil(Control::flag_grain(count)) <= FLAGS as usize);
         }
     }

@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU8, AtomicU32, AtomicUsize, Ordering},
+        atomic::{AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -89,6 +89,10 @@ pub(crate) struct Core {
     recorded: Mutex<Vec<Block>>,
     order: Mutex<Order>,
     open: Mutex<Option<Open>>,
+    /// High-throughput calls begun.
+    begun: AtomicU64,
+    /// For what ranks settle on the host.
+    communicator: Communicator,
     /// Most rows that a dispatch has brought.
     most_rows: AtomicUsize,
     fork: Event,
@@ -181,6 +185,8 @@ impl Core {
                 event: Event::untimed(&context)?,
             }),
             open: Mutex::default(),
+            begun: AtomicU64::new(0),
+            communicator: communicator.clone(),
             most_rows: AtomicUsize::new(0),
             fork: Event::untimed(&context)?,
             join: Event::untimed(&context)?,
@@ -289,6 +295,30 @@ impl Core {
         Ok(on)
     }
 
+    /// The number of a call that begins; see [`check_current`](Self::check_current).
+    pub(crate) fn number(&self) -> u64 {
+        self.begun.fetch_add(1, Ordering::AcqRel) + 1
+    }
+
+    /// # Errors
+    ///
+    /// [`Error::Abandoned`] if another call was begun after the one of this number.
+    pub(crate) fn check_current(&self, number: u64, operation: Operation) -> Result<()> {
+        if self.begun.load(Ordering::Acquire) == number {
+            return Ok(());
+        }
+        Err(Error::Abandoned {
+            operation: operation.name().into(),
+        })
+    }
+
+    /// Waits until all ranks are here and this rank's calls are done.
+    pub(crate) fn barrier(&self) -> Result<()> {
+        lock(&self.order).event.synchronize()?;
+        self.failures.check()?;
+        self.communicator.barrier()
+    }
+
     /// The call in flight. Beginning another one gives it up.
     pub(crate) fn set_open(&self, open: Open) {
         *lock(&self.open) = Some(open);
@@ -334,7 +364,9 @@ impl Core {
             self.symmetric.commit(needed)?;
             Ok(self.symmetric.committed())
         };
-        let block = lock(&self.heap).alloc(bytes.next_multiple_of(4096), purpose, &mut grow)?;
+        // A page at least, so that blocks begin at one.
+        let bytes = bytes.max(1).next_multiple_of(4096);
+        let block = lock(&self.heap).alloc(bytes, purpose, &mut grow)?;
         debug_assert!(block.offset().is_multiple_of(LANDING_UNIT));
         Ok(Piece {
             core: Arc::clone(self),

@@ -51,6 +51,7 @@ fn choices<'a>(input: &DispatchInput<'a>) -> Option<TopK<'a>> {
 /// A dispatch that was launched.
 pub(super) struct InFlight {
     core: Arc<Core>,
+    number: u64,
     on: OnStream,
     params: DispatchParams,
     device: Device,
@@ -204,9 +205,7 @@ pub(super) fn reject(core: &Arc<Core>, text: u64) -> Result<()> {
             launch(core, &on, &params, 1, None)?;
             split.meet(&on.stream)?;
             params.group.advance = 1;
-            params.phases = phase::MOVE;
-            params.route_source = route_source::HANDLE;
-            params.routes[1] = core.expert_counts.address();
+            params.phases = phase::REJECT;
             launch(core, &on, &params, 1, None)?;
             split.meet(&on.stream)?;
         }
@@ -266,7 +265,7 @@ fn blank(group: GroupParams) -> DispatchParams {
 /// Bytes of dynamic shared memory, see `Shared` in dispatch.cu.
 fn shared_bytes(params: &DispatchParams) -> u64 {
     let ranks = u64::from(params.group.ranks);
-    let words = ranks * (ANNOUNCE_WORDS + ranks)
+    let words = ranks * (ANNOUNCE_WORDS + 2 * ranks)
         + u64::from(params.count_blocks) * ranks
         + 3 * ranks
         + 1
@@ -340,6 +339,7 @@ impl InFlight {
         }
         let mut this = Self {
             core: Arc::clone(core),
+            number: core.number(),
             on,
             params,
             device: input.x.device(),
@@ -437,6 +437,7 @@ impl InFlight {
     /// Waits for the counts; makes room and calls again if rows do not fit somewhere.
     fn wait_counts(&mut self) -> Result<&ReceivedCounts> {
         while self.counts.is_none() {
+            self.core.check_current(self.number, Operation::Dispatch)?;
             let (verdict, counts) = self.wait_result()?;
             if verdict == verdict::OK {
                 self.core.saw_rows(counts.rows.unwrap_or(0));
@@ -545,6 +546,7 @@ impl InFlight {
     }
 
     fn known_counts(&mut self) -> Result<ReceivedCounts> {
+        self.core.check_current(self.number, Operation::Dispatch)?;
         match self.worst {
             Some(rows) => Ok(self.worst_counts(rows)),
             None => self.wait_counts().cloned(),

@@ -155,21 +155,21 @@ impl Failures {
     pub(crate) fn concluded(&self, what: Concluded) -> Error {
         let rank = Rank(what.rank as usize);
         match what.verdict {
-            verdict::DIFFER => self.differs(rank, what.detail),
-            verdict::HANDLE => self.rejected(
-                rank,
-                Reject::new(
-                    "handle",
-                    format!("of rank {rank}"),
-                    "must be of the same dispatch as the peers' handles",
-                ),
+            verdict::DIFFER => self.differs(what.detail),
+            verdict::HANDLE => Error::invalid(
+                "handle",
+                format!("on rank {rank} of other row counts"),
+                "must be of the same dispatch on all ranks",
             ),
             verdict::OVERFLOW | verdict::GROW => self.rejected(
                 rank,
                 Reject::new(
                     "num_worst_tokens",
                     what.detail[1],
-                    format!("must be at least the {} rows that come", what.detail[0]),
+                    format!(
+                        "must be at least the {} rows that come to rank {rank}",
+                        what.detail[0]
+                    ),
                 ),
             ),
             _ if what.status == status::EXPERT_ID => self.rejected(rank, bad_id(&what)),
@@ -188,21 +188,17 @@ impl Failures {
         Error::PeerRejected { rank, reason }
     }
 
-    /// Two ranks announced different words.
-    fn differs(&self, rank: Rank, detail: [u64; 2]) -> Error {
-        let (word, first) = (detail[0] >> 32, Rank(detail[0] as u32 as usize));
-        let (theirs, firsts) = ((detail[1] >> 32) as u32, detail[1] as u32);
-        let (setting, theirs, firsts) = describe_difference(word, theirs, firsts);
-        let (this, other) = match rank == self.rank {
-            true => ((rank, theirs), (first, firsts)),
-            false => ((first, firsts), (rank, theirs)),
-        };
+    /// Another rank announced another word than this one.
+    fn differs(&self, detail: [u64; 2]) -> Error {
+        let (word, other) = (detail[0] >> 32 & 0xff, Rank(detail[0] as u32 as usize));
+        let (mine, theirs) = ((detail[1] >> 32) as u32, detail[1] as u32);
+        let (setting, this_value, other_value) = describe_difference(word, mine, theirs);
         Error::SettingsDiffer {
             setting,
-            this_rank: this.0,
-            this_value: this.1,
-            other_rank: other.0,
-            other_value: other.1,
+            this_rank: self.rank,
+            this_value,
+            other_rank: other,
+            other_value,
         }
     }
 }
@@ -224,7 +220,7 @@ fn bad_id(what: &Concluded) -> Reject {
 fn describe_difference(word: u64, a: u32, b: u32) -> (Text, String, String) {
     let numbers = |name: &'static str| (name.into(), a.to_string(), b.to_string());
     match word {
-        1 => numbers("bytes of a row"),
+        1 => numbers("the bytes of a row"),
         2 => numbers("num_experts"),
         3 => numbers("words of scales of a row"),
         _ => {
@@ -234,9 +230,9 @@ fn describe_difference(word: u64, a: u32, b: u32) -> (Text, String, String) {
                 (Text::from(setting), value(x), value(y))
             };
             if x.operation != y.operation {
-                ("operation".into(), name(x), name(y))
+                ("the operation".into(), name(x), name(y))
             } else if x.top_k != y.top_k {
-                pick("top_k", |t| t.top_k.to_string())
+                pick("top-k", |t| t.top_k.to_string())
             } else if x.wide_index != y.wide_index {
                 pick("dtype of topk_idx", |t| {
                     if t.wide_index { "i64" } else { "i32" }.into()

@@ -1,9 +1,9 @@
-//! Kernels by what they are compiled for: found, or made and loaded, once per buffer.
+//! Kernels by what they are compiled for: found, or made and loaded, once per process and GPU.
 
 use std::{
     collections::HashMap,
     ffi::CStr,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, OnceLock, PoisonError},
 };
 
 use crate::{
@@ -21,39 +21,60 @@ use crate::{
 /// Shared memory of a block that the driver keeps for itself, and that kernels declare.
 const RESERVED_SHARED: u32 = 2048;
 
-/// Loaded kernels.
+/// The kernels of one GPU.
+///
+/// Loading a module waits for the kernels that run on its GPU. Ranks that share a GPU therefore
+/// share what is loaded: the first that comes to a call loads its kernel, with the others waiting
+/// for that, and nobody loads anything while a peer's kernel waits for this rank.
 pub(crate) struct Kernels {
     context: Arc<Context>,
-    jit: Jit,
     most_shared: u32,
-    functions: Mutex<HashMap<(Key, &'static CStr), Arc<Function>>>,
+}
+
+type Loaded = HashMap<(usize, Key, &'static CStr), Arc<Function>>;
+
+/// What this process has loaded. It stays: GPUs have room, and unloading waits as loading does.
+struct Shared {
+    jit: Jit,
+    loaded: Mutex<Loaded>,
+}
+
+fn shared(context: &Context) -> Result<&'static Shared> {
+    static SHARED: OnceLock<Result<Shared>> = OnceLock::new();
+    SHARED
+        .get_or_init(|| {
+            Ok(Shared {
+                jit: Jit::new(&Settings::from_env()?, context.device.driver)?,
+                loaded: Mutex::default(),
+            })
+        })
+        .as_ref()
+        .map_err(Clone::clone)
 }
 
 impl Kernels {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Self> {
+        shared(context)?;
         Ok(Self {
             context: Arc::clone(context),
-            jit: Jit::new(&Settings::from_env()?, context.device.driver)?,
             most_shared: context
                 .device
                 .shared_memory()?
                 .saturating_sub(RESERVED_SHARED),
-            functions: Mutex::default(),
         })
     }
 
     /// The kernel `name` of the program `key`.
     pub(crate) fn get(&self, key: Key, name: &'static CStr) -> Result<Arc<Function>> {
-        let mut functions = self
-            .functions
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if let Some(function) = functions.get(&(key, name)) {
+        let shared = shared(&self.context)?;
+        let place = (self.context.device.ordinal, key, name);
+        let mut loaded = shared.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = loaded.get(&place) {
             return Ok(Arc::clone(function));
         }
-        let module = self.jit.module(&self.context, key)?;
+        let module = shared.jit.module(&self.context, key)?;
         let function = Arc::new(module.function(name, self.most_shared)?);
-        functions.insert((key, name), Arc::clone(&function));
+        loaded.insert(place, Arc::clone(&function));
         Ok(function)
     }
 

@@ -55,6 +55,11 @@ impl CudaEngine {
         })
     }
 
+    /// The GPU's number among those that this process sees.
+    pub(crate) fn ordinal(&self) -> usize {
+        self.core.context.device.ordinal
+    }
+
     fn unsupported<T>() -> Result<T> {
         Err(Error::Unsupported {
             feature: "low-latency calls on engine cuda".into(),
@@ -200,7 +205,7 @@ impl Engine for CudaEngine {
     }
 
     fn barrier(&self) -> Result<()> {
-        Self::unsupported()
+        self.core.barrier()
     }
 
     fn loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan> {

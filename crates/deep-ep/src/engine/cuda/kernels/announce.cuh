@@ -3,9 +3,9 @@
 
 #include "group.cuh"
 
-// In shared memory.
+// What a thread knows of the announcements.
 struct Announced {
-    // `[ranks][length]`
+    // In shared memory: `[ranks][length]`
     u32* words;
     u32 ranks;
     // Words of an announcement that all ranks read.
@@ -30,8 +30,7 @@ struct Announced {
     }
 };
 
-// Waits for the announcements of all ranks. False: a wait gave up. Called by all threads; `out` is
-// in shared memory.
+// Waits for the announcements of all ranks. False: a wait gave up. Called by all threads.
 __device__ inline bool gather(const Group& group, Announced& out) {
     const u32 length = out.length;
     bool here = true;
@@ -53,6 +52,8 @@ __device__ __forceinline__ void conclude(u64* strongest, u32 verdict, u32 rank) 
 enum Counts {
     // Rows to each rank; they land at the rank.
     COUNTS_DISPATCH,
+    // The same, and behind them the rows from each rank that a handle says.
+    COUNTS_CACHED,
     // Rows to each rank when they were dispatched, which now come back; and, behind them, rows from
     // each rank, which go back.
     COUNTS_COMBINE,
@@ -76,10 +77,12 @@ __device__ inline void judge(const Group& group, Announced& out, Counts counts, 
         }
         u64 rows = 0;
         for (u32 s = 0; s < out.ranks; s++) {
-            if (counts == COUNTS_DISPATCH) {
+            if (counts != COUNTS_COMBINE) {
                 rows += out.rows(s, r);
-            } else {
-                if (s != r) rows += out.rows(r, s);
+            } else if (s != r) {
+                rows += out.rows(r, s);
+            }
+            if (counts != COUNTS_DISPATCH) {
                 const bool agree = out.rows(s, r) == out.word(r, WORD_COUNTS + out.ranks + s);
                 if (!agree && out.word(s, WORD_STATUS) == STATUS_OK) conclude(&strongest, VERDICT_HANDLE, r);
             }
@@ -87,10 +90,9 @@ __device__ inline void judge(const Group& group, Announced& out, Counts counts, 
         if (rows > out.word(r, WORD_CAPACITY)) conclude(&strongest, worst ? VERDICT_OVERFLOW : VERDICT_GROW, r);
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        out.verdict = strongest == ~u64(0) ? u32(VERDICT_OK) : u32(strongest >> 32);
-        out.verdict_rank = u32(strongest);
-    }
+    // Every thread has its own `out`.
+    out.verdict = strongest == ~u64(0) ? u32(VERDICT_OK) : u32(strongest >> 32);
+    out.verdict_rank = u32(strongest);
     __syncthreads();
 }
 
@@ -104,13 +106,15 @@ __device__ inline void tell_verdict(const Group& group, const Announced& all, u6
         detail[0] = reinterpret_cast<const u64*>(text)[0];
         detail[1] = reinterpret_cast<const u64*>(text)[1];
     } else if (all.verdict == VERDICT_DIFFER) {
-        u32 first = 0;
-        while (first < rank && all.word(first, WORD_STATUS) != STATUS_OK) first++;
-        for (u32 w = WORD_TERMS; w <= WORD_SCALES; w++) {
-            if (all.word(rank, w) == all.word(first, w)) continue;
-            detail[0] = u64(w) << 32 | first;
-            detail[1] = u64(all.word(rank, w)) << 32 | all.word(first, w);
-            break;
+        // Every rank hears of the first one that differs from itself: which word, whose, and both.
+        const u32 me = group.p.rank;
+        for (u32 r = 0; r < all.ranks && detail[0] == 0; r++) {
+            for (u32 w = WORD_TERMS; w <= WORD_SCALES; w++) {
+                if (all.word(r, w) == all.word(me, w)) continue;
+                detail[0] = u64(1) << 63 | u64(w) << 32 | r;
+                detail[1] = u64(all.word(me, w)) << 32 | all.word(r, w);
+                break;
+            }
         }
     } else if (all.verdict == VERDICT_OVERFLOW || all.verdict == VERDICT_GROW) {
         detail[0] = all.rows_before(all.ranks, rank);

@@ -340,8 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) combine(const __grid_co
         const bool here = gather(group, shared.all);
         if (here) {
             judge(group, shared.all, COUNTS_COMBINE, false);
-            const bool tells = p.phases & (PHASE_MOVE | PHASE_REJECT);
-            if (tells && blockIdx.x == 0 && threadIdx.x == 0) tell_verdict(group, shared.all, nullptr, 0);
+            if (p.phases & PHASE_MOVE && blockIdx.x == 0 && threadIdx.x == 0) tell_verdict(group, shared.all, nullptr, 0);
             if (shared.all.verdict == VERDICT_OK) {
                 if (p.phases & PHASE_MOVE) move(p, shape, shared, group);
                 if (p.phases & PHASE_RECEIVE) receive(p, shape, shared, group);

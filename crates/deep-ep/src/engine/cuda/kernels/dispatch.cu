@@ -36,6 +36,15 @@ struct Shared {
     // `[experts]` while counting; `[WARPS][ranks]`
     u32* experts;
     u32* warp_rows;
+    // i32 `[ranks, ranks]` in device memory, of a handle.
+    const i32* own_prefix;
+
+    // Rows that the handle says come from `source`.
+    __device__ u32 expected(const DispatchParams& p, u32 source, u32 ranks) const {
+        const u32 me = p.group.rank;
+        const i32 before = source == 0 ? 0 : own_prefix[(source - 1) * ranks + me];
+        return u32(own_prefix[source * ranks + me] - before);
+    }
 
     __device__ Shared(u8* memory, const DispatchParams& p, const Shape& shape) {
         u32* at = reinterpret_cast<u32*>(memory);
@@ -44,9 +53,11 @@ struct Shared {
             at += count;
             return taken;
         };
-        all.words = take(shape.ranks * (WORD_COUNTS + shape.ranks));
+        all.words = take(shape.ranks * (WORD_COUNTS + 2 * shape.ranks));
         all.ranks = shape.ranks;
-        all.length = WORD_COUNTS + shape.ranks;
+        // With a handle ranks also say what they expect.
+        all.length = WORD_COUNTS + (p.route_source == ROUTES_HANDLE ? 2 : 1) * shape.ranks;
+        own_prefix = reinterpret_cast<const i32*>(p.routes[2]);
         all.verdict = VERDICT_OK;
         all.verdict_rank = 0;
         before = take(p.count_blocks * shape.ranks);
@@ -200,13 +211,14 @@ __device__ inline void announce(const DispatchParams& p, const Shape& shape, con
     const u32 status = announce_status(p, shape, group);
     u32* experts = reinterpret_cast<u32*>(p.expert_counts);
     const u32* given = p.route_source == ROUTES_MASK ? reinterpret_cast<const u32*>(p.routes[1]) : nullptr;
-    const u32 expert_words = p.route_source == ROUTES_HANDLE || p.phases & PHASE_REJECT ? 0 : shape.local_experts;
-    const u32 length = WORD_COUNTS + shape.ranks + expert_words;
+    const bool rejects = p.phases & PHASE_REJECT, cached = p.route_source == ROUTES_HANDLE && !rejects;
+    // As many words as anybody reads, whatever ranks differ in.
+    const u32 length = WORD_COUNTS + shape.ranks + max(shape.ranks, rejects || cached ? 0 : shape.local_experts);
     // What this launch counted is seen by whoever sees the announcement.
     fence_acq_rel_sys();
     for (u32 i = threadIdx.x; i < shape.ranks * length; i += THREADS) {
-        const u32 to = i / length, w = i % length;
-        const u32 expert = to * shape.local_experts + (w - WORD_COUNTS - shape.ranks);
+        const u32 to = i / length, w = i % length, last = w - WORD_COUNTS - shape.ranks;
+        const u32 expert = to * shape.local_experts + last;
         const u32 value = w == WORD_TERMS       ? p.terms
                           : w == WORD_ROW_BYTES ? shape.row_bytes
                           : w == WORD_EXPERTS   ? p.experts
@@ -215,13 +227,16 @@ __device__ inline void announce(const DispatchParams& p, const Shape& shape, con
                           : w == WORD_CAPACITY  ? p.capacity
                           : w == WORD_TOKENS    ? p.tokens
                           : w == WORD_STATUS    ? status
-                          : w < WORD_COUNTS + shape.ranks ? (p.phases & PHASE_REJECT ? 0 : shared.sent[w - WORD_COUNTS])
+                          : rejects             ? 0
+                          : w < WORD_COUNTS + shape.ranks ? shared.sent[w - WORD_COUNTS]
+                          : cached              ? shared.expected(p, last, shape.ranks)
+                          : last >= shape.local_experts ? 0
                           : given               ? given[expert]
                                                 : experts[expert];
         st_relaxed_sys(group.announcement(to, p.group.rank) + w, group.word(value));
     }
     __syncthreads();
-    if (p.phases & PHASE_REJECT) return;
+    if (rejects) return;
     for (u32 e = threadIdx.x; e < p.experts; e += THREADS) experts[e] = 0;
     if (p.route_source == ROUTES_HANDLE) return;
     for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) {
@@ -609,11 +624,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch(const __grid_c
         // The announcement of this rank says that what it counted is there.
         if (here && !(p.phases & (PHASE_COUNT | PHASE_REJECT))) sum_ranges(p, shape, shared);
         if (here) place_rows(p, shape, shared);
-        if (here) judge(group, shared.all, COUNTS_DISPATCH, p.worst);
-        const bool tells = p.phases & (PHASE_MOVE | PHASE_REJECT);
-        if (here && tells && blockIdx.x == 0) {
+        const Counts counts = p.route_source == ROUTES_HANDLE ? COUNTS_CACHED : COUNTS_DISPATCH;
+        if (here) judge(group, shared.all, counts, p.worst);
+        if (here && p.phases & PHASE_MOVE && blockIdx.x == 0) {
             tell_counts(p, shape, shared, group);
-            if (!(p.phases & PHASE_REJECT)) write_prefix(p, shape, shared);
+            write_prefix(p, shape, shared);
         }
         if (here && shared.all.verdict == VERDICT_OK) {
             if (p.phases & PHASE_MOVE) move(p, shape, shared, group);

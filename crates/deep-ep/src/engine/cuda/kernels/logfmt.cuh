@@ -103,14 +103,17 @@ __device__ __forceinline__ u32 logfmt_choose(const float* x, bool some, u32 valu
 }
 
 // Writes values 8 * word.. of a row of `hidden`. All lanes of the warp, `word` ascending by one from
-// a multiple of 16 for lanes 0 and 16.
-__device__ __forceinline__ void logfmt_encode(u8* row, u32 word, u32 hidden, const float* x) {
+// a multiple of 16 for lanes 0 and 16. Adds the bytes to `written`, in shared memory.
+__device__ __forceinline__ void logfmt_encode(u8* row, u32 word, u32 hidden, const float* x, u32* written) {
     const bool some = word * 8 < hidden;
     const u32 block = word / 16, lane = word % 16;
     const u32 values = min(LOGFMT_BLOCK, hidden - min(hidden, block * LOGFMT_BLOCK));
     const u32 header = logfmt_choose(x, some, values);
     if (!some) return;
-    if (lane == 0) reinterpret_cast<u32*>(row)[block] = header;
+    if (lane == 0) {
+        reinterpret_cast<u32*>(row)[block] = header;
+        atomicAdd(written, 4 + (header == LOGFMT_RAW ? 2 * values : header == 0 ? 0 : values + values / 4));
+    }
     u8* place = row + logfmt_header_bytes(hidden) + block * LOGFMT_PLACE;
     if (header == LOGFMT_RAW) {
         reinterpret_cast<uint4*>(place)[lane] = make_uint4(cvt_bf16x2(x[0], x[1]), cvt_bf16x2(x[2], x[3]),

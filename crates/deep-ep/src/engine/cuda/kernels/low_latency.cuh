@@ -37,7 +37,7 @@ struct Call {
     u64 masked;
 
     __device__ explicit Call(const LowLatencyParams& params)
-        : p(params), group(params.group), masked(params.shrink ? ld_relaxed_sys(&params.shared->masks) : 0) {}
+        : p(params), group(params.group), masked(params.shrink ? ld_relaxed_sys(params.masks) : 0) {}
 
     __device__ __forceinline__ u32 me() const { return p.group.rank; }
 
@@ -99,18 +99,20 @@ struct Call {
 
     // Lets a rank know that the others go on without it.
     __device__ void exclude(u32 rank) const {
-        atomicOr(&p.shared->masks, u64(1) << rank);
+        atomicOr(p.masks, u64(1) << rank);
         st_relaxed_sys(reinterpret_cast<u64*>(group.base(rank) + p.excluded_at) + me(), 1);
     }
 
     // Masks the ranks that go on without this one: they may use their landing memory for later
-    // calls. One thread per rank.
+    // calls. All threads.
     __device__ void heed_exclusions() {
         if (!p.shrink) return;
+        const u64 before = masked;
         const u64* words = reinterpret_cast<const u64*>(group.base(me()) + p.excluded_at);
         for (u32 r = 0; r < p.group.ranks; r++) {
             if (r != me() && ld_relaxed_sys(words + r) != 0) masked |= u64(1) << r;
         }
+        if (blockIdx.x == 0 && threadIdx.x == 0 && masked != before) atomicOr(p.masks, masked);
     }
 
     // What all blocks of a launch conclude about `rank`: the first to say something decides.
@@ -150,10 +152,10 @@ __device__ inline void leave_call(const Call& call, bool failed) {
     if (blockIdx.x != 0 || threadIdx.x != 0) return;
     const GroupParams& p = call.p.group;
     const u64 before = ld_relaxed_sys(&p.state->calls);
-    const bool over = call.p.phases & (LL_RECEIVE | LL_REJECT);
+    const bool over = call.p.phases & LL_RECEIVE || call.p.phases == LL_REJECT;
     p.second_state->calls = over ? before + 1 : before;
-    // A reject is a call's only launch, of one block.
-    if (call.p.phases & LL_REJECT) p.state->calls = before + 1;
+    // A reject has one block, and no other launch reads its number.
+    if (over && call.p.phases & LL_REJECT) p.state->calls = before + 1;
 }
 
 __device__ __forceinline__ i64 choice_at(const LowLatencyParams& p, u32 token, u32 k) {
@@ -420,7 +422,8 @@ __device__ inline void tell(const Call& call, const Sources& sources) {
 
 // Takes part in a call that this rank rejects. One block.
 __device__ inline bool reject(const Call& call, const Shape& shape, Sources& sources, u32* words) {
-    announce(call, shape, 0, nullptr);
+    if (!(call.p.phases & LL_RECEIVE)) announce(call, shape, 0, nullptr);
+    if (call.p.phases & LL_SEND) return true;
     if (!gather(call, shape, sources, words, nullptr)) return false;
     judge(shape, sources);
     tell(call, sources);

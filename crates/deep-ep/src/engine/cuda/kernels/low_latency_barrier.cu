@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(64, 1) low_latency_barrier(const __
     const auto word = [&](u64 at, u32 of, u32 index) { return reinterpret_cast<u64*>(group.base(of) + at) + index; };
     bool waits = rank < p.group.ranks && rank != me;
     if (p.shrink && waits) {
-        waits = !(ld_relaxed_sys(&p.shared->masks) >> rank & 1) && ld_relaxed_sys(word(p.excluded_at, me, rank)) == 0;
+        waits = !(ld_relaxed_sys(p.masks) >> rank & 1) && ld_relaxed_sys(word(p.excluded_at, me, rank)) == 0;
     }
     if (waits) {
         // What was enqueued before is done before a peer goes on.
@@ -21,14 +21,14 @@ extern "C" __global__ void __launch_bounds__(64, 1) low_latency_barrier(const __
         // A peer that is ahead has written a later number.
         while (here && ld_acquire_sys(word(p.barrier_at, me, rank)) < group.call) {
             if (!p.shrink) {
-                here = group.patient(polls, STAGE_BLOCKS, rank);
+                here = group.patient(polls, STAGE_BARRIER, rank);
             } else if (++polls % 64 == 0) {
                 here = !(ld_relaxed_sys(p.group.gone) >> rank & 1) && globaltimer() < group.deadline;
                 if (here) here = ld_relaxed_sys(group.abort_word(me)) == 0;
             }
         }
         if (!here && p.shrink) {
-            atomicOr(&p.shared->masks, u64(1) << rank);
+            atomicOr(p.masks, u64(1) << rank);
             st_relaxed_sys(word(p.excluded_at, rank, me), 1);
         }
     }

@@ -78,6 +78,9 @@ __device__ inline void send(const LowLatencyCombineParams& params, const Call& c
             }
         }
     }
+    if (threadIdx.x == 0) {
+        atomicAdd(&p.shared->wire_bytes, u64(end - begin) * shape.ranks * shape.top_k * 16);
+    }
     if (blockIdx.x != gridDim.x - 1) return;
     __syncthreads();
     // The last block has counted all tokens.
@@ -215,7 +218,7 @@ struct Batch {
 // Writes the sum of a token's rows to `to`. False: a row is not the token's, nothing was written. All
 // lanes of all warps of the team.
 __device__ inline bool write_sum(const Shape& shape, const Team& team, const Parts& parts, u32 token, u8* to,
-                                 bool aligned, u32 wire) {
+                                 bool aligned, u32 wire, u32* written) {
     const u32 words = shape.hidden / 8;
     u32 word = team.first + threadIdx.x % 32;
     const auto load = [&](u32 lane, bool some) {
@@ -235,7 +238,7 @@ __device__ inline bool write_sum(const Shape& shape, const Team& team, const Par
         batch.add_to(sum, weight);
         if (rest != 0) continue;
         if (wire == WIRE_LOGFMT) {
-            logfmt_encode(to, word, shape.hidden, sum);
+            logfmt_encode(to, word, shape.hidden, sum, written);
         } else if (word < words) {
             reinterpret_cast<uint4*>(to)[word] = round_word(sum);
         }
@@ -316,16 +319,24 @@ __device__ inline void publish(const Call& call, const Shared& shared, const Tur
     }
 }
 
+// Of the warps of a block, in shared memory.
+struct Progress {
+    // Warps whose wait gave up.
+    u32 stopped;
+    // Bytes of sums.
+    u32 written;
+};
+
 // Sums this block's share of all ranks' tokens. False: a wait gave up.
 __device__ inline bool write_partials(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
-                                      const Shared& shared, const Sources& sources, u32* stopped) {
+                                      const Shared& shared, const Sources& sources, Progress& block) {
     const LowLatencyParams& p = call.p;
     const u32 wire = wire_of(p), words = shape.hidden / 8;
     // Two words per lane, so that two tokens of the usual size are in work.
     const Team team((words + 1) / 2, DATA_WARPS, DATA_WARPS);
     const Turns turns{call, shape, sources};
     if (threadIdx.x / 32 == DATA_WARPS) {
-        publish(call, shared, turns, team, stopped);
+        publish(call, shared, turns, team, &block.stopped);
         return true;
     }
     if (!team.works()) return true;
@@ -344,7 +355,7 @@ __device__ inline bool write_partials(const LowLatencyCombineParams& params, con
                 if (lane == 0) call.exclude(owner);
                 parts.chosen = 0;
             } else {
-                if (lane == 0) red_release_shared(stopped, 1);
+                if (lane == 0) red_release_shared(&block.stopped, 1);
                 return false;
             }
         }
@@ -354,9 +365,12 @@ __device__ inline bool write_partials(const LowLatencyCombineParams& params, con
         } else if (parts.chosen != 0) {
             u8* to = call.rows(owner) + (u64(call.me()) * p.max_tokens + token) * p.row_stride;
             for (;;) {
-                if (write_sum(shape, team, parts, token, to, aligned, wire)) break;
+                if (write_sum(shape, team, parts, token, to, aligned, wire, &block.written)) break;
                 parts.search(params, call, shape, owner, token);
             }
+        }
+        if (wire != WIRE_LOGFMT && team.first == 0 && lane == 0) {
+            atomicAdd(&block.written, (wire == WIRE_EXACT ? __popc(parts.chosen) : u32(parts.chosen != 0)) * words * 16);
         }
         __syncwarp();
         if (lane == 0) red_release_shared(&shared.done[turn], 1);
@@ -367,8 +381,8 @@ __device__ inline bool write_partials(const LowLatencyCombineParams& params, con
 // Waits for all ranks' weights and writes the sums of this rank's experts. False: a wait gave up.
 __device__ inline bool partials(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
                                 const Shared& shared, Sources& sources) {
-    __shared__ u32 stopped;
-    if (threadIdx.x == 0) stopped = 0;
+    __shared__ Progress block;
+    if (threadIdx.x == 0) block.stopped = block.written = 0;
     // Behind the counters, which are not needed any more.
     __syncthreads();
     const u32 ranges = shape.local_experts * shape.ranks;
@@ -390,7 +404,9 @@ __device__ inline bool partials(const LowLatencyCombineParams& params, const Cal
         add_waits(shape, sources, params.wait_stats);
     }
     if (sources.all.verdict != VERDICT_OK) return true;
-    const bool here = write_partials(params, call, shape, shared, sources, &stopped);
+    const bool here = write_partials(params, call, shape, shared, sources, block);
+    __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(&call.p.shared->wire_bytes, u64(block.written));
     return here;
 }
 

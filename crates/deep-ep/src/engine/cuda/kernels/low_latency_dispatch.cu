@@ -56,8 +56,8 @@ struct Shared {
 };
 
 // Finds the places of a token, notes where its row goes and writes the tagged words of its messages.
-// One warp.
-__device__ inline void place_token(const Call& call, const Shape& shape, const Shared& shared, u32 token, u32 index) {
+// Returns how many. One warp.
+__device__ inline u32 place_token(const Call& call, const Shape& shape, const Shared& shared, u32 token, u32 index) {
     const LowLatencyParams& p = call.p;
     const u32 lane = threadIdx.x % 32, before = (1u << lane) - 1;
     const Places places(p, shape, shared.counters, token);
@@ -67,7 +67,7 @@ __device__ inline void place_token(const Call& call, const Shape& shape, const S
     const bool targets = sent && choices.leads_rank();
     const u32 target_lanes = __ballot_sync(~0u, targets);
     if (lane == 0) shared.target_count[index] = __popc(target_lanes);
-    if (!sent) return;
+    if (!sent) return __popc(target_lanes);
     const u64 message = u64(call.me()) * p.max_tokens + places.slot;
     u64* header = reinterpret_cast<u64*>(call.tagged(choices.rank) + message * header_bytes(shape));
     const u32 mine = choices.same_rank & leaders;
@@ -79,6 +79,7 @@ __device__ inline void place_token(const Call& call, const Shape& shape, const S
     if (leaders >> lane & 1) {
         st_relaxed_sys(header + 2 + __popc(mine & before), call.group.word(places.place(p, shape)));
     }
+    return __popc(target_lanes);
 }
 
 // A token's row, 8 channels per thread.
@@ -134,10 +135,11 @@ __device__ inline void send(const LowLatencyDispatchParams& params, const Call& 
     __syncthreads();
     for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) shared.first_slot[r] = shared.counters.ranks[r];
     __syncthreads();
+    u32 messages = 0;
     for (u32 batch = begin; batch < end; batch += BATCH) {
         const u32 tokens = min(BATCH, end - batch);
         if (threadIdx.x < 32) {
-            for (u32 i = 0; i < tokens; i++) place_token(call, shape, shared, batch + i, i);
+            for (u32 i = 0; i < tokens; i++) messages += place_token(call, shape, shared, batch + i, i);
         }
         __syncthreads();
         for (u32 item = threadIdx.x; item < tokens * words; item += THREADS) {
@@ -157,6 +159,8 @@ __device__ inline void send(const LowLatencyDispatchParams& params, const Call& 
         st_relaxed_sys(call.flag(r, call.me(), blockIdx.x), call.group.word(shared.first_slot[r]),
                        call.group.word(shared.counters.ranks[r]));
     }
+    const u32 message_bytes = (2 + shape.top_k) * 8 + wire.row_bytes + wire.scale_bytes;
+    if (threadIdx.x == 0) atomicAdd(&p.shared->wire_bytes, u64(messages) * message_bytes);
 }
 
 // Ranges begin behind those of the sources before. All threads.

@@ -11,8 +11,8 @@ enum LowLatencyPhase {
     LL_PARTIALS = 2,
     // Waits for what the peers sent and makes the outputs.
     LL_RECEIVE = 4,
-    // Instead of the others, in a launch of one block: tells the peers that this rank's arguments
-    // were not accepted, and waits for their announcements.
+    // In a launch of one block: tells the peers that this rank's arguments were not accepted, and
+    // waits for their announcements. Only the former with LL_SEND, only the latter with LL_RECEIVE.
     LL_REJECT = 8,
 };
 
@@ -33,8 +33,8 @@ enum CombineWire {
 
 // In device memory of the rank, zero at first.
 struct LowLatencyState {
-    // Ranks that are masked, as bits. The host may change it between calls.
-    u64 masks;
+    // Bytes that were written to landing memory.
+    u64 wire_bytes;
     // Of the latest combine: the call in the high, its verdict in the low 32 bits.
     u64 verdict;
     // The latest call in which it was decided whether a rank takes part (`call << 1 | 1`) or does
@@ -53,6 +53,8 @@ struct LowLatencyParams {
     // of calls before this one, `second_state` is brought forward. `flags` is per source and half.
     GroupParams group;
     LowLatencyState* shared;
+    // Ranks that are masked, as bits, in device memory. The host may change it between calls.
+    u64* masks;
 
     // Offsets in every region, and bytes, of a half: tagged words; rows.
     u64 tagged_at;
@@ -123,7 +125,7 @@ struct LowLatencyCombineParams {
 
 struct LowLatencyBarrierParams {
     GroupParams group;
-    LowLatencyState* shared;
+    u64* masks;
     // Offsets in every region: words `[ranks]`.
     u64 barrier_at;
     u64 excluded_at;

@@ -7,7 +7,7 @@ mod dispatch;
 mod failures;
 mod landing;
 mod launch;
-mod low_latency;
+pub(crate) mod low_latency;
 pub(crate) mod params;
 mod split;
 

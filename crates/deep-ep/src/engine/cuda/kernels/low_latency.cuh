@@ -8,7 +8,8 @@
 #include "announce.cuh"
 #include "low_latency_params.cuh"
 
-constexpr u32 THREADS = 1024;
+// A kernel for any shape needs more registers. `threads` in engine/low_latency/mod.rs is the same.
+constexpr u32 THREADS = HIDDEN == 0 ? 512 : 1024;
 constexpr u32 WARPS = THREADS / 32;
 constexpr bool ALIGNED = HIDDEN != 0;
 // No expert: nothing of a choice concerns the rank that reads it.

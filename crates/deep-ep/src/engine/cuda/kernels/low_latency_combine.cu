@@ -8,7 +8,11 @@
 // The last warp publishes what the others have written.
 constexpr u32 DATA_WARPS = WARPS - 1;
 // Rows that a lane loads before it adds the first: of this rank's experts, and sums of ranks.
-constexpr int PARTS_AHEAD = HIDDEN == 0 ? 1 : WIRE == WIRE_LOGFMT ? 2 : TOP_K > 8 ? 3 : 4;
+#if __CUDA_ARCH__ < 900
+constexpr int PARTS_AHEAD = WIRE == WIRE_LOGFMT ? 1 : 2;
+#else
+constexpr int PARTS_AHEAD = WIRE == WIRE_LOGFMT ? 2 : TOP_K > 8 ? 3 : 4;
+#endif
 constexpr int SUMS_AHEAD = 4;
 
 __device__ __forceinline__ u32 wire_of(const LowLatencyParams& p) { return WIRE ? WIRE : p.format; }

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use bytemuck::Zeroable;
 
 use super::{
-    CallShape, Discard, LowLatency, SPECIALISED_HIDDEN, THREADS,
+    CallShape, Discard, LowLatency, SPECIALISED_HIDDEN,
     area::{FLAGS, logfmt_bytes},
     params::{Cube, LowLatencyCombineParams, phase},
-    receiving,
+    receiving, threads,
 };
 use crate::{
     buffer::{CombineWire, LowLatencyCombineInput, check_low_latency_combined},
@@ -173,10 +173,10 @@ fn launch(
     blocks: u32,
 ) -> Result<()> {
     let kernels = &low_latency.core.kernels;
-    let key = Key::LowLatencyCombine(key(params));
-    let function = kernels.get(key, c"low_latency_combine")?;
+    let key = key(params);
+    let function = kernels.get(Key::LowLatencyCombine(key), c"low_latency_combine")?;
     let bytes = shared_bytes(params, blocks);
-    let shape = kernels.shape(blocks, THREADS, bytes, "num_experts")?;
+    let shape = kernels.shape(blocks, threads(key), bytes, "num_experts")?;
     // SAFETY: the struct is the kernel's parameter. Its addresses are the caller's tensors, which the
     // caller keeps, and memory that lives as long as the buffer.
     unsafe { function.launch(&on.stream, shape, params) }

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use bytemuck::Zeroable;
 
 use super::{
-    CallShape, Discard, LowLatency, SPECIALISED_HIDDEN, THREADS,
+    CallShape, Discard, LowLatency, SPECIALISED_HIDDEN,
     params::{Cube, LowLatencyDispatchParams},
-    receiving,
+    receiving, threads,
 };
 use crate::{
     buffer::{
@@ -195,9 +195,9 @@ fn launch(
     blocks: u32,
 ) -> Result<()> {
     let kernels = &low_latency.core.kernels;
-    let key = Key::LowLatencyDispatch(key(params));
-    let function = kernels.get(key, c"low_latency_dispatch")?;
-    let shape = kernels.shape(blocks, THREADS, shared_bytes(params), "num_experts")?;
+    let key = key(params);
+    let function = kernels.get(Key::LowLatencyDispatch(key), c"low_latency_dispatch")?;
+    let shape = kernels.shape(blocks, threads(key), shared_bytes(params), "num_experts")?;
     // SAFETY: the struct is the kernel's parameter. Its addresses are the caller's tensors, which the
     // caller keeps, blocks that are not used otherwise before this launch has ended, and memory that
     // lives as long as the buffer.

@@ -92,7 +92,7 @@ use crate::{
         LowLatencyCombineCall, LowLatencyDispatchCall, Operation,
         cuda::{
             driver::{memory::DeviceMemory, stream::Stream},
-            jit::Key,
+            jit::{Key, LowLatencyKey},
         },
     },
     error::{Error, Reject, Result},
@@ -101,7 +101,10 @@ use crate::{
 };
 
 /// Threads of a block, as in low_latency.cuh.
-const THREADS: u32 = 1024;
+fn threads(key: LowLatencyKey) -> u32 {
+    if key.hidden == 0 { 512 } else { 1024 }
+}
+
 /// Rows from so many elements on have a program of their own for each shape.
 const SPECIALISED_HIDDEN: usize = 1024;
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    control::{ANNOUNCE_WORDS, Control},
+    control::ANNOUNCE_WORDS,
     core::{Core, Discard, Half, OnStream, Open, Piece, Progress},
     params::{CombineParams, GroupParams, LANDING_UNIT, Terms, phase},
 };
@@ -58,7 +58,8 @@ pub(super) fn begin(core: &Arc<Core>, input: &CombineInput<'_>) -> Result<Box<dy
         params.landing = (landing.offset() / LANDING_UNIT) as u32;
     }
     params.capacity = capacity as u32;
-    params.units = units(input.x.as_tensor(), core.ranks).div_ceil(send).max(1);
+    params.send_blocks = send;
+    params.units = units(input.x.as_tensor(), core.ranks, send);
     core.number();
     let mut call = InFlight {
         core: Arc::clone(core),
@@ -75,10 +76,14 @@ pub(super) fn begin(core: &Arc<Core>, input: &CombineInput<'_>) -> Result<Box<dy
     Ok(Box::new(call))
 }
 
-/// Units of rows that go back: as if all came from one rank, and one more for each.
-fn units(x: Tensor<'_>, ranks: usize) -> u32 {
-    let most = x.shape()[0].div_ceil(Control::flag_grain(x.shape()[0]));
-    (most.saturating_mul(ranks.saturating_sub(1)) + ranks) as u32
+/// Most units of a sending block, whose grain `read_handle` in combine.cu chooses: those of the rank
+/// with the most rows, as often as there are other ranks.
+fn units(x: Tensor<'_>, ranks: usize, blocks: u32) -> u32 {
+    let each = x.shape()[0].div_ceil(32 * blocks as usize).max(1);
+    let most = each * blocks as usize + 1;
+    (most * ranks.saturating_sub(1))
+        .div_ceil(blocks as usize)
+        .max(1) as u32
 }
 
 /// Rows of this rank's tokens that come back from others: what the host knows, or the most.
@@ -146,7 +151,9 @@ fn blank(group: GroupParams) -> CombineParams {
         terms: 0,
         phases: 0,
         discard: 0,
+        send_blocks: 1,
         units: 1,
+        reserved: 0,
     }
 }
 
@@ -196,7 +203,7 @@ fn describe(core: &Core, input: &CombineInput<'_>) -> Result<(CombineParams, u8)
 /// Bytes of dynamic shared memory, see `Shared` in combine.cu.
 fn shared_bytes(params: &CombineParams) -> u64 {
     let ranks = u64::from(params.group.ranks);
-    (ranks * (ANNOUNCE_WORDS + 2 * ranks) + 3 * ranks + 1 + u64::from(params.units)) * 4
+    (ranks * (ANNOUNCE_WORDS + 2 * ranks) + 3 * ranks + 2 + u64::from(params.units)) * 4
 }
 
 /// The program for a shape: constants for bf16 rows as models have them; one program of each

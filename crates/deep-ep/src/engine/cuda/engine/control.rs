@@ -4,10 +4,10 @@ use super::params::{GroupParams, TEXT_BYTES};
 use crate::error::{Error, Result};
 
 /// Words of an announcement in front of its counts, `WORD_COUNTS`.
-pub(crate) const ANNOUNCE_WORDS: u64 = 8;
+pub(crate) const ANNOUNCE_WORDS: u64 = 9;
 
-/// Flags of one source. More rows share a flag when a source has more than 32 for each.
-const FLAGS: u64 = 512;
+/// Flags of one source.
+pub(crate) const FLAGS: u64 = 512;
 
 /// Ranks that a word of bits holds.
 pub(crate) const MAX_RANKS: usize = 64;
@@ -50,7 +50,7 @@ impl Control {
         let known = experts.map_or(0, |experts| experts as u64 / ranks);
         let local_experts = known.max(EXPERTS);
         let announce_at = 256;
-        // A combine has two more counts for each rank instead of the experts.
+        // Behind the counts are those of experts, or another count for each rank.
         let words = ANNOUNCE_WORDS + ranks + local_experts.max(ranks);
         let announce_stride = (words * 8).next_multiple_of(128);
         let text_at = announce_at + 2 * ranks * announce_stride;
@@ -76,11 +76,6 @@ impl Control {
         params.flags_at = self.flags_at;
         params.flags = FLAGS as u32;
     }
-
-    /// Rows or tokens that share a flag when a source has `count` of them, `flag_grain`.
-    pub(crate) fn flag_grain(count: usize) -> usize {
-        count.div_ceil(FLAGS as usize).max(32)
-    }
 }
 
 #[cfg(test)]
@@ -104,12 +99,5 @@ mod tests {
             }
         }
         assert!(Control::new(65, None).is_err());
-    }
-
-    #[test]
-    fn every_row_has_a_flag() {
-        for count in [1usize, 31, 4096, 16_384, 16_385, 320_000] {
-            assert!(count.div_ceil(Control::flag_grain(count)) <= FLAGS as usize);
-        }
     }
 }

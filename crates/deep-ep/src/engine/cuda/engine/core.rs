@@ -75,8 +75,6 @@ pub(crate) struct Core {
     pub(crate) side: Stream,
     /// Words in which a kernel tells a waiting host what it knows.
     pub(crate) results: PinnedWords,
-    /// i32, zero between calls: choices of every expert.
-    pub(crate) expert_counts: DeviceMemory,
     rejects: PinnedWords,
     next_reject: AtomicU32,
     next_ticket: AtomicU32,
@@ -142,7 +140,6 @@ impl Core {
         let ranks = communicator.size();
         let device = &context.device;
         let sharing = symmetric.ranks_on_this_gpu().len().max(1) as u32;
-        let experts = control.local_experts as usize * ranks;
         let side = Stream::urgent(&context)?;
         let bases: Vec<u64> = (0..ranks).map(|rank| symmetric.base(rank)).collect();
         let states = [CallState {
@@ -167,7 +164,6 @@ impl Core {
             split: Split::from_config(communicator, config),
             enable_shrink: config.enable_shrink,
             results: PinnedWords::new(&context, 8 + 3 * ranks + control.local_experts as usize)?,
-            expert_counts: words(&vec![0; experts * 4], "expert counts")?,
             rejects: PinnedWords::new(&context, REJECTS * TEXT_BYTES / 8)?,
             next_reject: AtomicU32::new(0),
             next_ticket: AtomicU32::new(1),
@@ -377,6 +373,7 @@ impl Core {
         debug_assert!(block.offset().is_multiple_of(LANDING_UNIT));
         Ok(Piece {
             core: Arc::clone(self),
+            offset: block.offset(),
             block: Mutex::new(Some(block)),
         })
     }
@@ -475,13 +472,14 @@ impl OnStream {
 /// behind everything that was enqueued before, since calls of a buffer do.
 pub(crate) struct Piece {
     core: Arc<Core>,
+    offset: u64,
     block: Mutex<Option<Block>>,
 }
 
 impl Piece {
     /// Bytes from the region's base.
     pub(crate) fn offset(&self) -> u64 {
-        lock(&self.block).as_ref().map_or(0, Block::offset)
+        self.offset
     }
 
     /// Its address for this rank's kernels.

@@ -8,7 +8,7 @@ use std::{
 use bytemuck::Zeroable;
 
 use super::{
-    control::{ANNOUNCE_WORDS, Control},
+    control::{ANNOUNCE_WORDS, FLAGS},
     core::{Core, Discard, Half, OnStream, Open, Piece, Progress},
     failures::Concluded,
     landing::{CudaLoan, LandingLayout, device_tensor},
@@ -38,6 +38,10 @@ use crate::{
 const THREADS: u32 = 512;
 /// Warps of a block.
 const WARPS: u64 = 16;
+/// Tokens that a thread looks at before anybody waits, as in dispatch.cu.
+const CHUNKS: u64 = 4;
+/// Slots that a block keeps in shared memory at most.
+const SLOTS: usize = 8192;
 
 /// Choices that travel with rows.
 fn choices<'a>(input: &DispatchInput<'a>) -> Option<TopK<'a>> {
@@ -58,8 +62,8 @@ pub(super) struct InFlight {
     landing: Arc<Piece>,
     layout: LandingLayout,
     handle: Option<HandleParts>,
-    /// Only while kernels use it.
-    _scratch: Option<Piece>,
+    /// Source tokens of worst-case outputs along a given handle.
+    padding: Option<Arc<Piece>>,
     counts: Option<ReceivedCounts>,
     expert_alignment: usize,
     worst: Option<usize>,
@@ -191,9 +195,6 @@ pub(super) fn reject(core: &Arc<Core>, text: u64) -> Result<()> {
     let mut params = blank(core.group(Operation::Dispatch, Half::Send, true));
     params.group.second_state = core.state(Half::Receive);
     params.experts = core.ranks as u32;
-    params.count_blocks = 1;
-    params.block_tokens = 1;
-    params.units = 1;
     params.reject_text = text;
     params.phases = phase::REJECT;
     match &core.split {
@@ -223,9 +224,6 @@ fn blank(group: GroupParams) -> DispatchParams {
         topk: none,
         weights: none,
         routes: [0; 3],
-        block_slots: 0,
-        block_rows: 0,
-        expert_counts: 0,
         slots: 0,
         is_token_in_rank: 0,
         rank_prefix: 0,
@@ -252,12 +250,12 @@ fn blank(group: GroupParams) -> DispatchParams {
         terms: 0,
         phases: 0,
         ticket: 0,
-        count_blocks: 1,
-        block_tokens: 1,
+        grain: 1,
+        units: 1,
+        slot_tokens: 0,
         copy_rows: 0,
         discard: 0,
         worst: 0,
-        units: 1,
         reserved: 0,
     }
 }
@@ -266,12 +264,11 @@ fn blank(group: GroupParams) -> DispatchParams {
 fn shared_bytes(params: &DispatchParams) -> u64 {
     let ranks = u64::from(params.group.ranks);
     let words = ranks * (ANNOUNCE_WORDS + 2 * ranks)
-        + u64::from(params.count_blocks) * ranks
         + 3 * ranks
         + 1
         + u64::from(params.units)
-        + WARPS * ranks
-        + u64::from(params.experts);
+        + u64::from(params.slot_tokens) * ranks
+        + (CHUNKS * WARPS * ranks).max(params.experts.into());
     words * 4
 }
 
@@ -297,14 +294,19 @@ fn launch(
     blocks: u32,
     stream: Option<&Stream>,
 ) -> Result<()> {
-    let function = core.kernels.get(key(params), c"dispatch")?;
-    let shape = core
-        .kernels
-        .shape(blocks, THREADS, shared_bytes(params), "num_experts")?;
+    let mut params = *params;
+    let units = params.tokens.div_ceil(params.grain).div_ceil(blocks).max(1);
+    params.units = units;
+    let tokens = units as usize * params.grain as usize;
+    let fits = tokens * core.ranks <= SLOTS;
+    params.slot_tokens = if fits { tokens as u32 } else { 0 };
+    let function = core.kernels.get(key(&params), c"dispatch")?;
+    let bytes = shared_bytes(&params);
+    let shape = core.kernels.shape(blocks, THREADS, bytes, "num_experts")?;
     // SAFETY: the struct is the kernel's parameter. Its addresses are the caller's tensors, which
     // the caller keeps, and blocks that are not used otherwise before what is enqueued here has
     // ended.
-    unsafe { function.launch(stream.unwrap_or(&on.stream), shape, params) }
+    unsafe { function.launch(stream.unwrap_or(&on.stream), shape, &params) }
 }
 
 impl InFlight {
@@ -318,24 +320,18 @@ impl InFlight {
             .unwrap_or_else(|| core.expected_rows(input.x.shape()[0]));
         let layout = LandingLayout::of(&params);
         let landing = core.block(layout.bytes(rows), purpose(input.landing))?;
-        let mut handle = None;
-        let mut scratch = None;
+        let (mut handle, mut padding) = (None, None);
         if !matches!(input.routes, Routes::Handle(_)) {
             let parts = HandleParts::new(core, input.x.shape()[0], rows)?;
             parts.describe(&mut params);
             handle = Some(parts);
-            let slots = (u64::from(params.tokens) * core.ranks as u64 * 4).next_multiple_of(256);
-            let per_block = u64::from(params.count_blocks) * core.ranks as u64 * 4;
-            let block = core.block(slots + per_block, Purpose::Metadata)?;
-            params.block_slots = block.address();
-            params.block_rows = block.address() + slots;
-            scratch = Some(block);
+        } else if input.num_worst_tokens.is_some() {
+            let block = core.block(rows as u64 * 4, Purpose::Metadata)?;
+            params.src_idx = block.address();
+            padding = Some(Arc::new(block));
         }
-        if recorded {
-            scratch.iter().for_each(Piece::keep);
-            if !fused {
-                landing.keep();
-            }
+        if recorded && !fused {
+            landing.keep();
         }
         let mut this = Self {
             core: Arc::clone(core),
@@ -346,7 +342,7 @@ impl InFlight {
             landing: Arc::new(landing),
             layout,
             handle,
-            _scratch: scratch,
+            padding,
             counts: None,
             expert_alignment: input.expert_alignment,
             worst: input.num_worst_tokens,
@@ -563,7 +559,12 @@ impl InFlight {
 
     fn made_handle(&self, input: &DispatchInput<'_>, rows: usize) -> Result<DispatchHandle> {
         if let Routes::Handle(handle) = input.routes {
-            return Ok(handle.clone());
+            let Some(block) = &self.padding else {
+                return Ok(handle.clone());
+            };
+            let (at, device) = (block.address(), self.device);
+            let src_idx = device_tensor(at, DType::I32, &[rows], device, block)?;
+            return Ok(handle.padded(src_idx));
         }
         let parts = self.handle.as_ref().expect("made with the call");
         parts.handle(self.core.rank, self.device, rows, None)
@@ -594,7 +595,6 @@ fn describe(core: &Core, input: &DispatchInput<'_>, send_sms: u32) -> Result<Dis
     params.scales = Matrix::of(input.scales.as_ref());
     params.topk = Matrix::of(topk.as_ref());
     params.weights = Matrix::of(choices.and_then(|choices| choices.weights).as_ref());
-    params.expert_counts = core.expert_counts.address();
     params.tokens = tokens as u32;
     params.row_bytes = u32::try_from(input.x.row_bytes())
         .map_err(|_| Error::invalid("x", input.x.row_bytes(), "must have rows below 4 GiB"))?;
@@ -634,11 +634,20 @@ fn describe(core: &Core, input: &DispatchInput<'_>, send_sms: u32) -> Result<Dis
     }
     params.experts = experts as u32;
     params.terms = terms(input, &params, topk.as_ref()).word();
-    params.count_blocks = send_sms;
-    params.block_tokens = (tokens as u32).div_ceil(send_sms).max(1);
-    let groups = tokens.div_ceil(Control::flag_grain(tokens)) as u32;
-    params.units = groups.div_ceil(send_sms).max(1);
+    params.grain = grain(tokens as u32, send_sms);
     Ok(params)
+}
+
+/// Tokens that share a flag: about 32, so that all blocks have as many units, and no more units
+/// than there are flags.
+fn grain(tokens: u32, blocks: u32) -> u32 {
+    let each = tokens
+        .div_ceil(32 * blocks)
+        .clamp(1, (FLAGS as u32 / blocks).max(1));
+    tokens
+        .div_ceil(blocks * each)
+        .max(tokens.div_ceil(FLAGS as u32))
+        .max(1)
 }
 
 fn terms(input: &DispatchInput<'_>, params: &DispatchParams, topk: Option<&Tensor<'_>>) -> Terms {

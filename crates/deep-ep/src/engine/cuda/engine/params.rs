@@ -148,9 +148,6 @@ pub(crate) struct DispatchParams {
     pub(crate) topk: Matrix,
     pub(crate) weights: Matrix,
     pub(crate) routes: [u64; 3],
-    pub(crate) block_slots: u64,
-    pub(crate) block_rows: u64,
-    pub(crate) expert_counts: u64,
     pub(crate) slots: u64,
     pub(crate) is_token_in_rank: u64,
     pub(crate) rank_prefix: u64,
@@ -177,12 +174,12 @@ pub(crate) struct DispatchParams {
     pub(crate) terms: u32,
     pub(crate) phases: u32,
     pub(crate) ticket: u32,
-    pub(crate) count_blocks: u32,
-    pub(crate) block_tokens: u32,
+    pub(crate) grain: u32,
+    pub(crate) units: u32,
+    pub(crate) slot_tokens: u32,
     pub(crate) copy_rows: u32,
     pub(crate) discard: u32,
     pub(crate) worst: u32,
-    pub(crate) units: u32,
     pub(crate) reserved: u32,
 }
 
@@ -229,7 +226,9 @@ pub(crate) struct CombineParams {
     pub(crate) terms: u32,
     pub(crate) phases: u32,
     pub(crate) discard: u32,
+    pub(crate) send_blocks: u32,
     pub(crate) units: u32,
+    pub(crate) reserved: u32,
 }
 
 /// The word in which ranks must agree about a high-throughput call, see `WORD_TERMS`.
@@ -323,12 +322,11 @@ pub(crate) fn assertions() -> String {
         }
         Matrix { data, row_stride, column_stride }
         DispatchParams {
-            group, x, x_stride, scales, topk, weights, routes, block_slots, block_rows,
-            expert_counts, slots, is_token_in_rank, rank_prefix, sent_rows, channel_starts,
+            group, x, x_stride, scales, topk, weights, routes, slots, is_token_in_rank, rank_prefix, sent_rows, channel_starts,
             src_idx, out_x, out_stride, out_topk, out_weights, out_scales, result, reject_text,
             landing, capacity, tokens, row_bytes, scale_words, top_k, index_bytes, experts,
-            out_rows, route_source, terms, phases, ticket, count_blocks, block_tokens, copy_rows,
-            discard, worst, units,
+            out_rows, route_source, terms, phases, ticket, grain, units, slot_tokens, copy_rows,
+            discard, worst,
         }
         LayoutParams {
             topk, rank_counts, expert_counts, is_token_in_rank, tokens, top_k, index_bytes,
@@ -337,7 +335,7 @@ pub(crate) fn assertions() -> String {
         CombineParams {
             group, x, x_stride, weights, weights_stride, bias, bias_stride, slots, sent_rows,
             rank_prefix, out_x, out_stride, out_weights, reject_text, landing, capacity, tokens,
-            x_rows, row_bytes, top_k, terms, phases, discard, units,
+            x_rows, row_bytes, top_k, terms, phases, discard, send_blocks, units,
         }
     }
     .concat()

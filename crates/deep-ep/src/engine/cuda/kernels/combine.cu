@@ -33,6 +33,8 @@ struct Shared {
     u32* first_from;
     // `[units]`
     u32* done;
+    // `[1]`: rows of this rank that share a flag.
+    u32* grain;
 
     __device__ Shared(u8* memory, const CombineParams& p, const Shape& shape) {
         u32* at = reinterpret_cast<u32*>(memory);
@@ -49,6 +51,7 @@ struct Shared {
         sent = take(shape.ranks);
         first_back = take(shape.ranks);
         first_from = take(shape.ranks + 1);
+        grain = take(1);
         done = take(p.units);
     }
 };
@@ -67,6 +70,18 @@ __device__ inline void read_handle(const CombineParams& p, const Shape& shape, c
         u32 sum = 0;
         for (u32 s = 0; s < r; s++) sum += s == me ? 0 : shared.sent[s];
         shared.first_back[r] = sum;
+    }
+    if (threadIdx.x == 0) {
+        // As many units as the sending blocks share evenly, and no more of an owner than it has flags.
+        u32 rows = 0, most = 0;
+        for (u32 r = 0; r < shape.ranks; r++) {
+            const u32 count = r == me ? 0 : shared.first_from[r + 1] - shared.first_from[r];
+            rows += count;
+            most = max(most, count);
+        }
+        const u32 each = (rows + 32 * p.send_blocks - 1) / (32 * p.send_blocks);
+        const u32 units = max(each, 1u) * p.send_blocks;
+        *shared.grain = max(max((rows + units - 1) / units, (most + p.group.flags - 1) / p.group.flags), 1u);
     }
     __syncthreads();
 }
@@ -91,6 +106,7 @@ __device__ inline void announce(const CombineParams& p, const Shape& shape, cons
                           : w == WORD_CAPACITY  ? p.capacity
                           : w == WORD_TOKENS    ? shared.first_back[to]
                           : w == WORD_STATUS    ? status
+                          : w == WORD_GRAIN     ? *shared.grain
                           : w < WORD_COUNTS     ? 0
                           : r < shape.ranks     ? shared.sent[r]
                                                 : shared.first_from[r - shape.ranks + 1] - shared.first_from[r - shape.ranks];
@@ -111,7 +127,7 @@ struct Units {
         index = unit / (shape.ranks - 1);
         owner = (p.group.rank + 1 + unit % (shape.ranks - 1)) % shape.ranks;
         const u32 rows = shared.first_from[owner + 1] - shared.first_from[owner];
-        const u32 grain = flag_grain(rows, p.group.flags);
+        const u32 grain = *shared.grain;
         const u64 begin = u64(index) * grain;
         first = u32(begin);
         return begin < rows ? min(grain, rows - u32(begin)) : 0;
@@ -126,7 +142,7 @@ __device__ inline void publish(const CombineParams& p, const Shape& shape, const
         u32 owner, first, index;
         const u32 rows = units.find(unit, owner, first, index);
         if (rows == 0) continue;
-        while (ld_acquire_shared(&shared.done[unit]) < rows) __nanosleep(40);
+        while (ld_acquire_shared(&shared.done[unit]) < rows) __nanosleep(20);
         if (lane != 0) continue;
         // Rows were written by other warps, whose counts were acquired above.
         fence_acq_rel_sys();
@@ -210,7 +226,7 @@ __device__ inline bool find_parts(const CombineParams& p, const Shape& shape, co
             const u64 row = u64(shared.first_back[rank]) + u32(slot);
             parts.row[i] = reinterpret_cast<u64>(landing.rows) + row * shape.row_bytes;
             parts.weights[i] = reinterpret_cast<u64>(landing.weights) + row * p.top_k * 4;
-            const u64* flag = group.flag(p.group.rank, rank, u32(slot) / flag_grain(shared.sent[rank], p.group.flags));
+            const u64* flag = group.flag(p.group.rank, rank, u32(slot) / max(shared.all.word(rank, WORD_GRAIN), 1u));
             u32 polls = 0, first, end;
             while (here && !group.test_flag(flag, first, end)) here = group.patient(polls, STAGE_ROWS, rank);
         }

@@ -25,26 +25,22 @@ struct Shape {
 // Dynamic shared memory. `shared_bytes` in engine/dispatch.rs sizes it.
 struct Shared {
     Announced all;
-    // `[count_blocks][ranks]`: rows counted before each block, then for all in `sent`.
-    u32* before;
+    // `[ranks]`: rows of this rank for each.
     u32* sent;
     // `[ranks]`: this rank's first row at each rank, and each rank's first row here.
     u32* first_at;
     u32* first_from;
     // `[units]`: tokens of each unit of this block that were sent.
     u32* done;
-    // `[experts]` while counting; `[WARPS][ranks]`
-    u32* experts;
+    // `[slot_tokens][ranks]`: slots of this block's tokens; without room for them they are read
+    // where they were written, in the handle.
+    i32* slots;
+    // `[CHUNKS * WARPS][ranks]`
     u32* warp_rows;
+    // `[experts]`, at the same place: it is used later.
+    u32* experts;
     // i32 `[ranks, ranks]` in device memory, of a handle.
     const i32* own_prefix;
-
-    // Rows that the handle says come from `source`.
-    __device__ u32 expected(const DispatchParams& p, u32 source, u32 ranks) const {
-        const u32 me = p.group.rank;
-        const i32 before = source == 0 ? 0 : own_prefix[(source - 1) * ranks + me];
-        return u32(own_prefix[source * ranks + me] - before);
-    }
 
     __device__ Shared(u8* memory, const DispatchParams& p, const Shape& shape) {
         u32* at = reinterpret_cast<u32*>(memory);
@@ -53,20 +49,45 @@ struct Shared {
             at += count;
             return taken;
         };
-        all.words = take(shape.ranks * (WORD_COUNTS + 2 * shape.ranks));
         all.ranks = shape.ranks;
         // With a handle ranks also say what they expect.
         all.length = WORD_COUNTS + (p.route_source == ROUTES_HANDLE ? 2 : 1) * shape.ranks;
-        own_prefix = reinterpret_cast<const i32*>(p.routes[2]);
+        all.words = take(shape.ranks * (WORD_COUNTS + 2 * shape.ranks));
         all.verdict = VERDICT_OK;
         all.verdict_rank = 0;
-        before = take(p.count_blocks * shape.ranks);
         sent = take(shape.ranks);
         first_at = take(shape.ranks);
         first_from = take(shape.ranks + 1);
         done = take(p.units);
-        warp_rows = take(WARPS * shape.ranks);
-        experts = take(p.experts);
+        slots = reinterpret_cast<i32*>(take(p.slot_tokens * shape.ranks));
+        warp_rows = experts = at;
+        own_prefix = reinterpret_cast<const i32*>(p.routes[2]);
+    }
+
+    // Rows that the handle says come from `source`.
+    __device__ u32 expected(const DispatchParams& p, u32 source, u32 ranks) const {
+        const u32 me = p.group.rank;
+        const i32 before = source == 0 ? 0 : own_prefix[(source - 1) * ranks + me];
+        return u32(own_prefix[source * ranks + me] - before);
+    }
+};
+
+// The tokens of a block: units of p.grain neighbours, in turn with the other blocks.
+struct Share {
+    u32 grain;
+
+    __device__ explicit Share(const DispatchParams& p) : grain(p.grain) {}
+
+    // The block's `i`-th token; it is past the last one where there is none.
+    __device__ __forceinline__ u64 token(u64 i) const {
+        return (blockIdx.x + i / grain * gridDim.x) * u64(grain) + i % grain;
+    }
+
+    // Which of this block's tokens it is; false if it is another block's.
+    __device__ __forceinline__ bool find(u32 token, u32& i) const {
+        const u32 unit = token / grain;
+        i = unit / gridDim.x * grain + token % grain;
+        return unit % gridDim.x == blockIdx.x;
     }
 };
 
@@ -75,129 +96,150 @@ __device__ __forceinline__ i64 index_at(const Matrix& topk, u32 bytes, u32 row, 
     return bytes == 8 ? reinterpret_cast<const i64*>(topk.data)[at] : i64(reinterpret_cast<const i32*>(topk.data)[at]);
 }
 
-// The ranks that a token goes to, as bits; counts its choices in `experts` unless that is 0.
-__device__ inline u64 ranks_of(const DispatchParams& p, const Shape& shape, u32 token, u32* experts) {
-    u64 ranks = 0;
+// The ranks that a token goes to, as bits.
+using RankBits = u64;
+
+__device__ inline RankBits ranks_of(const DispatchParams& p, const Shape& shape, u32 token, u64* bad) {
+    RankBits ranks = 0;
     if (p.route_source == ROUTES_MASK) {
         const u8* mask = reinterpret_cast<const u8*>(p.routes[0]) + u64(token) * shape.ranks;
-        for (u32 r = 0; r < shape.ranks; r++) ranks |= u64(mask[r] != 0) << r;
+        for (u32 r = 0; r < shape.ranks; r++) ranks |= RankBits(mask[r] != 0) << r;
         return ranks;
     }
+#pragma unroll 8
     for (u32 k = 0; k < shape.top_k; k++) {
         const i64 id = index_at(p.topk, p.index_bytes, token, k);
-        if (id < 0) continue;
-        if (id >= p.experts) {
-            atomicMin(&p.group.state->bad_id, u64(token) * shape.top_k + k);
-            continue;
-        }
-        ranks |= u64(1) << (u32(id) / shape.local_experts);
-        if (experts) atomicAdd(&experts[id], 1);
+        if (id >= i64(p.experts)) atomicMin(bad, u64(token) * shape.top_k + k);
+        if (id >= 0 && id < i64(p.experts)) ranks |= RankBits(1) << (u32(id) / shape.local_experts);
     }
     return ranks;
 }
 
-// Ids are checked although they do not decide where rows go.
-__device__ inline void check_ids(const DispatchParams& p, const Shape& shape, u32 token) {
-    for (u32 k = 0; k < shape.top_k; k++) {
-        if (index_at(p.topk, p.index_bytes, token, k) >= i64(p.experts)) {
-            atomicMin(&p.group.state->bad_id, u64(token) * shape.top_k + k);
+// Tokens that a thread looks at before anybody waits.
+constexpr u32 CHUNKS = 4;
+
+// Finds the rows before each warp's chunk for each rank, and adds all to `sent`. All threads.
+__device__ inline void scan_chunks(const Shape& shape, const Shared& shared) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    constexpr u32 PER_LANE = CHUNKS * WARPS / 32;
+    for (u32 r = warp; r < shape.ranks; r += WARPS) {
+        u32 rows[PER_LANE], sum = 0;
+#pragma unroll
+        for (u32 i = 0; i < PER_LANE; i++) {
+            rows[i] = shared.warp_rows[(lane * PER_LANE + i) * shape.ranks + r];
+            sum += rows[i];
         }
+        u32 before = sum;
+#pragma unroll
+        for (u32 step = 1; step < 32; step *= 2) {
+            const u32 lower = __shfl_up_sync(~0u, before, step);
+            if (lane >= step) before += lower;
+        }
+        const u32 total = __shfl_sync(~0u, before, 31), base = shared.sent[r];
+        before += base - sum;
+#pragma unroll
+        for (u32 i = 0; i < PER_LANE; i++) {
+            shared.warp_rows[(lane * PER_LANE + i) * shape.ranks + r] = before;
+            before += rows[i];
+        }
+        __syncwarp();
+        if (lane == 0) shared.sent[r] = base + total;
     }
 }
 
-// Counts the tokens of this block's range: slots within the range, and rows for each rank.
-__device__ inline void count_range(const DispatchParams& p, const Shape& shape, const Shared& shared) {
+// Counts this rank's rows for every rank, and finds the slots of this block's tokens: every block
+// looks at all tokens, which is faster than asking the others. `bad` gets the lowest place of an id
+// out of range. All threads.
+__device__ inline void count_tokens(const DispatchParams& p, const Shape& shape, const Shared& shared, u64* bad) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 begin = min(blockIdx.x * p.block_tokens, p.tokens);
-    const u32 end = min(begin + p.block_tokens, p.tokens);
-    const bool counts_experts = p.route_source == ROUTES_TOPK;
-    for (u32 e = threadIdx.x; e < p.experts; e += THREADS) shared.experts[e] = 0;
+    const Share share(p);
+    i32* slots = reinterpret_cast<i32*>(p.slots);
+    u8* mask = reinterpret_cast<u8*>(p.is_token_in_rank);
     for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) shared.sent[r] = 0;
     __syncthreads();
-    i32* slots = reinterpret_cast<i32*>(p.block_slots);
-    u8* mask = reinterpret_cast<u8*>(p.is_token_in_rank);
-    for (u32 first = begin; first < end; first += THREADS) {
-        const u32 token = first + threadIdx.x;
-        u64 ranks = 0;
-        if (token < end) {
-            ranks = ranks_of(p, shape, token, counts_experts ? shared.experts : nullptr);
-            if (p.route_source == ROUTES_MASK && p.topk.data) check_ids(p, shape, token);
+    for (u32 first = 0; first < p.tokens; first += CHUNKS * THREADS) {
+        RankBits ranks[CHUNKS];
+#pragma unroll
+        for (u32 c = 0; c < CHUNKS; c++) {
+            const u32 token = first + c * THREADS + threadIdx.x;
+            ranks[c] = token < p.tokens ? ranks_of(p, shape, token, bad) : 0;
         }
-        for (u32 r = 0; r < shape.ranks; r++) {
-            const u32 ballot = __ballot_sync(~0u, ranks >> r & 1);
-            if (lane == 0) shared.warp_rows[warp * shape.ranks + r] = __popc(ballot);
-        }
-        __syncthreads();
-        // Rows of the warps before each, and the range's sum so far.
-        for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) {
-            u32 sum = shared.sent[r];
-            for (u32 w = 0; w < WARPS; w++) {
-                const u32 rows = shared.warp_rows[w * shape.ranks + r];
-                shared.warp_rows[w * shape.ranks + r] = sum;
-                sum += rows;
+#pragma unroll
+        for (u32 c = 0; c < CHUNKS; c++) {
+            for (u32 r = 0; r < shape.ranks; r++) {
+                const u32 ballot = __ballot_sync(~0u, ranks[c] >> r & 1);
+                if (lane == 0) shared.warp_rows[(c * WARPS + warp) * shape.ranks + r] = __popc(ballot);
             }
-            shared.sent[r] = sum;
         }
         __syncthreads();
-        for (u32 r = 0; r < shape.ranks; r++) {
-            const bool goes = ranks >> r & 1;
-            const u32 ballot = __ballot_sync(~0u, goes);
-            if (token >= end) continue;
-            const u32 slot = shared.warp_rows[warp * shape.ranks + r] + __popc(ballot & ((1u << lane) - 1));
-            slots[u64(token) * shape.ranks + r] = goes ? i32(slot) : -1;
-            mask[u64(token) * shape.ranks + r] = goes;
+        scan_chunks(shape, shared);
+        __syncthreads();
+#pragma unroll
+        for (u32 c = 0; c < CHUNKS; c++) {
+            const u32 token = first + c * THREADS + threadIdx.x;
+            u32 i = 0;
+            const bool mine = token < p.tokens && share.find(token, i);
+            for (u32 r = 0; r < shape.ranks; r++) {
+                const bool goes = ranks[c] >> r & 1;
+                const u32 ballot = __ballot_sync(~0u, goes);
+                if (!mine) continue;
+                const u32 before = shared.warp_rows[(c * WARPS + warp) * shape.ranks + r];
+                const i32 slot = goes ? i32(before + __popc(ballot & ((1u << lane) - 1))) : -1;
+                if (p.slot_tokens) shared.slots[i * shape.ranks + r] = slot;
+                slots[u64(token) * shape.ranks + r] = slot;
+                mask[u64(token) * shape.ranks + r] = goes;
+            }
         }
         __syncthreads();
-    }
-    u32* rows = reinterpret_cast<u32*>(p.block_rows);
-    for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) rows[blockIdx.x * shape.ranks + r] = shared.sent[r];
-    if (!counts_experts) return;
-    u32* experts = reinterpret_cast<u32*>(p.expert_counts);
-    for (u32 e = threadIdx.x; e < p.experts; e += THREADS) {
-        if (shared.experts[e]) atomicAdd(&experts[e], shared.experts[e]);
     }
 }
 
-// Rows that every counting block's tokens have before them, and all rows, from what the blocks
-// wrote before the grid barrier or before this launch.
-__device__ inline void sum_ranges(const DispatchParams& p, const Shape& shape, const Shared& shared) {
-    const bool counted = p.route_source != ROUTES_HANDLE;
-    const volatile u32* rows = reinterpret_cast<const volatile u32*>(p.block_rows);
-    const u32 words = p.count_blocks * shape.ranks;
-    for (u32 i = threadIdx.x; i < words; i += THREADS) shared.before[i] = counted ? rows[i] : 0;
-    __syncthreads();
+// Takes counts and slots from a handle. All threads.
+__device__ inline void read_handle(const DispatchParams& p, const Shape& shape, const Shared& shared) {
+    const Share share(p);
+    const i32* slots = reinterpret_cast<const i32*>(p.routes[0]);
+    for (u32 i = threadIdx.x; i < p.slot_tokens * shape.ranks; i += THREADS) {
+        const u64 token = share.token(i / shape.ranks);
+        if (token < p.tokens) shared.slots[i] = slots[token * shape.ranks + i % shape.ranks];
+    }
     for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) {
-        u32 sum = 0;
-        for (u32 b = 0; b < p.count_blocks; b++) {
-            const u32 count = shared.before[b * shape.ranks + r];
-            shared.before[b * shape.ranks + r] = sum;
-            sum += count;
-        }
-        shared.sent[r] = counted ? sum : reinterpret_cast<const u32*>(p.routes[1])[r];
+        shared.sent[r] = reinterpret_cast<const u32*>(p.routes[1])[r];
+    }
+    __syncthreads();
+}
+
+// The slot of the block's `i`-th token, which is `token`, among the rows for `rank`.
+__device__ __forceinline__ i32 slot_of(const DispatchParams& p, const Shape& shape, const Shared& shared, u32 i,
+                                       u64 token, u32 rank) {
+    if (p.slot_tokens) return shared.slots[i * shape.ranks + rank];
+    const u64 slots = p.route_source == ROUTES_HANDLE ? p.routes[0] : p.slots;
+    return reinterpret_cast<const volatile i32*>(slots)[token * shape.ranks + rank];
+}
+
+// Ids that travel along other routes are checked, too. All threads.
+__device__ inline void check_ids(const DispatchParams& p, const Shape& shape, u64* bad) {
+    for (u64 i = threadIdx.x; i < u64(p.tokens) * shape.top_k; i += THREADS) {
+        const u32 token = u32(i / shape.top_k), k = u32(i % shape.top_k);
+        if (index_at(p.topk, p.index_bytes, token, k) >= i64(p.experts)) atomicMin(bad, i);
     }
     __syncthreads();
 }
 
 // Writes the text that a reject comes with into every rank's region: numbers for a bad id, the
-// host's text otherwise.
-__device__ inline u32 announce_status(const DispatchParams& p, const Shape& shape, const Group& group) {
-    __shared__ u32 status;
-    __shared__ u64 detail[2];
-    if (threadIdx.x == 0) {
-        const u64 bad = atomicExch(&p.group.state->bad_id, ~u64(0));
-        status = p.phases & PHASE_REJECT ? u32(STATUS_HOST) : bad == ~u64(0) ? u32(STATUS_OK) : u32(STATUS_EXPERT_ID);
-        detail[0] = bad;
-        detail[1] = status == STATUS_EXPERT_ID
-                        ? u64(index_at(p.topk, p.index_bytes, u32(bad / shape.top_k), u32(bad % shape.top_k)))
-                        : 0;
-    }
-    __syncthreads();
+// host's text otherwise. All threads of one block.
+__device__ inline u32 announce_status(const DispatchParams& p, const Shape& shape, const Group& group, u64 bad) {
+    const u32 status = p.phases & PHASE_REJECT ? u32(STATUS_HOST) : bad == ~u64(0) ? u32(STATUS_OK) : u32(STATUS_EXPERT_ID);
     if (status == STATUS_OK) return status;
+    u64 id = 0;
+    if (status == STATUS_EXPERT_ID) {
+        id = u64(index_at(p.topk, p.index_bytes, u32(bad / shape.top_k), u32(bad % shape.top_k)));
+    }
     const u8* host = reinterpret_cast<const u8*>(p.reject_text);
     for (u32 i = threadIdx.x; i < shape.ranks * TEXT_BYTES; i += THREADS) {
         const u32 at = i % TEXT_BYTES;
         const u8 value = status == STATUS_HOST ? host[at]
-                         : at < 16             ? u8(detail[at / 8] >> (at % 8 * 8))
+                         : at < 8              ? u8(bad >> (at * 8))
+                         : at < 16             ? u8(id >> (at % 8 * 8))
                                                : u8(0);
         group.text(i / TEXT_BYTES, p.group.rank)[at] = value;
     }
@@ -207,18 +249,18 @@ __device__ inline u32 announce_status(const DispatchParams& p, const Shape& shap
 }
 
 // Tells every rank, this one included, what this rank sends and where it wants its rows. One block.
-__device__ inline void announce(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
-    const u32 status = announce_status(p, shape, group);
-    u32* experts = reinterpret_cast<u32*>(p.expert_counts);
-    const u32* given = p.route_source == ROUTES_MASK ? reinterpret_cast<const u32*>(p.routes[1]) : nullptr;
-    const bool rejects = p.phases & PHASE_REJECT, cached = p.route_source == ROUTES_HANDLE && !rejects;
-    // As many words as anybody reads, whatever ranks differ in.
-    const u32 length = WORD_COUNTS + shape.ranks + max(shape.ranks, rejects || cached ? 0 : shape.local_experts);
-    // What this launch counted is seen by whoever sees the announcement.
-    fence_acq_rel_sys();
+__device__ inline void announce(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group,
+                                u64 bad) {
+    const u32 status = announce_status(p, shape, group, bad);
+    const bool rejects = p.phases & PHASE_REJECT, cached = p.route_source == ROUTES_HANDLE;
+    // As many words as anybody waits for, whatever ranks differ in.
+    const u32 length = WORD_COUNTS + 2 * shape.ranks;
     for (u32 i = threadIdx.x; i < shape.ranks * length; i += THREADS) {
-        const u32 to = i / length, w = i % length, last = w - WORD_COUNTS - shape.ranks;
-        const u32 expert = to * shape.local_experts + last;
+        const u32 to = i / length, w = i % length, r = w - WORD_COUNTS;
+        // Where others have expected rows, counts of experts follow.
+        if (!cached && !rejects && !p.worst && w >= WORD_COUNTS + shape.ranks && r - shape.ranks < shape.local_experts) {
+            continue;
+        }
         const u32 value = w == WORD_TERMS       ? p.terms
                           : w == WORD_ROW_BYTES ? shape.row_bytes
                           : w == WORD_EXPERTS   ? p.experts
@@ -227,42 +269,65 @@ __device__ inline void announce(const DispatchParams& p, const Shape& shape, con
                           : w == WORD_CAPACITY  ? p.capacity
                           : w == WORD_TOKENS    ? p.tokens
                           : w == WORD_STATUS    ? status
+                          : w == WORD_GRAIN     ? p.grain
                           : rejects             ? 0
-                          : w < WORD_COUNTS + shape.ranks ? shared.sent[w - WORD_COUNTS]
-                          : cached              ? shared.expected(p, last, shape.ranks)
-                          : last >= shape.local_experts ? 0
-                          : given               ? given[expert]
-                                                : experts[expert];
+                          : r < shape.ranks     ? shared.sent[r]
+                          : cached              ? shared.expected(p, r - shape.ranks, shape.ranks)
+                                                : 0;
         st_relaxed_sys(group.announcement(to, p.group.rank) + w, group.word(value));
     }
-    __syncthreads();
-    if (rejects) return;
-    for (u32 e = threadIdx.x; e < p.experts; e += THREADS) experts[e] = 0;
-    if (p.route_source == ROUTES_HANDLE) return;
+    if (rejects || cached) return;
     for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) {
         reinterpret_cast<u32*>(p.sent_rows)[r] = shared.sent[r];
         reinterpret_cast<u32*>(p.channel_starts)[r] = 0;
     }
 }
 
-// Counts and announces. False: a wait gave up. All blocks.
-__device__ inline bool count(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
-    if (p.phases & PHASE_REJECT || p.route_source == ROUTES_HANDLE) {
-        if (p.phases & PHASE_REJECT) {
-            if (blockIdx.x == 0) announce(p, shape, shared, group);
-            return true;
+// Counts the choices of every expert and tells them to the expert's rank, for hosts that wait. One
+// block, when nothing else is urgent.
+__device__ inline void announce_experts(const DispatchParams& p, const Shape& shape, const Shared& shared,
+                                        const Group& group) {
+    const u32* given = reinterpret_cast<const u32*>(p.routes[1]);
+    const bool counts = p.route_source == ROUTES_TOPK;
+    __syncthreads();
+    if (counts) {
+        for (u32 e = threadIdx.x; e < p.experts; e += THREADS) shared.experts[e] = 0;
+        __syncthreads();
+        for (u64 i = threadIdx.x; i < u64(p.tokens) * shape.top_k; i += THREADS) {
+            const i64 id = index_at(p.topk, p.index_bytes, u32(i / shape.top_k), u32(i % shape.top_k));
+            if (id >= 0 && id < i64(p.experts)) atomicAdd(&shared.experts[id], 1);
         }
-        // Only ids need a look, and there are none.
-        sum_ranges(p, shape, shared);
-        if (blockIdx.x == 0) announce(p, shape, shared, group);
-        return true;
+        __syncthreads();
     }
-    count_range(p, shape, shared);
-    bool last;
-    if (!grid_barrier(group, last)) return false;
-    sum_ranges(p, shape, shared);
-    if (last) announce(p, shape, shared, group);
-    return true;
+    for (u32 e = threadIdx.x; e < p.experts; e += THREADS) {
+        u64* words = group.announcement(e / shape.local_experts, p.group.rank);
+        const u32 count = counts ? shared.experts[e] : given[e];
+        st_relaxed_sys(words + WORD_COUNTS + shape.ranks + e % shape.local_experts, group.word(count));
+    }
+    __syncthreads();
+}
+
+// Counts, and announces if this launch does. All blocks.
+__device__ inline void count(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
+    __shared__ u64 bad;
+    const bool first = blockIdx.x == 0, last = blockIdx.x == gridDim.x - 1;
+    if (threadIdx.x == 0) bad = ~u64(0);
+    __syncthreads();
+    if (p.phases & PHASE_REJECT) {
+        if (first) announce(p, shape, shared, group, bad);
+        return;
+    }
+    if (p.route_source == ROUTES_HANDLE) {
+        read_handle(p, shape, shared);
+    } else {
+        count_tokens(p, shape, shared, &bad);
+    }
+    if (!(p.phases & PHASE_COUNT)) return;
+    if (first) {
+        if (p.route_source == ROUTES_MASK && p.topk.data) check_ids(p, shape, &bad);
+        announce(p, shape, shared, group, bad);
+    }
+    if (last && !p.worst && p.route_source != ROUTES_HANDLE) announce_experts(p, shape, shared, group);
 }
 
 // First rows, from the announcements. All threads.
@@ -275,50 +340,62 @@ __device__ inline void place_rows(const DispatchParams& p, const Shape& shape, c
     __syncthreads();
 }
 
-// The slot of a token among all rows for a rank, from its slot in its block's range.
-__device__ __forceinline__ i32 final_slot(const DispatchParams& p, const Shape& shape, const Shared& shared, u32 token,
-                                          u32 rank) {
-    if (p.route_source == ROUTES_HANDLE) {
-        return reinterpret_cast<const i32*>(p.routes[0])[u64(token) * shape.ranks + rank];
-    }
-    const volatile i32* slots = reinterpret_cast<const volatile i32*>(p.block_slots);
-    const i32 slot = slots[u64(token) * shape.ranks + rank];
-    return slot < 0 ? -1 : slot + i32(shared.before[token / p.block_tokens * shape.ranks + rank]);
-}
-
 // Where the parts of one row go.
 struct RowTarget {
     u64 topk, weights, scales, src_idx;
 };
 
-// Writes what travels with a row for `rank`. All lanes.
-__device__ inline void write_metadata(const DispatchParams& p, const Shape& shape, u32 token, u32 rank,
-                                      const RowTarget& to) {
-    const u32 lane = threadIdx.x % 32;
-    if (p.topk.data && lane < shape.top_k && p.route_source != ROUTES_HANDLE) {
-        const i64 id = index_at(p.topk, p.index_bytes, token, lane);
+// What travels with a token's row, as one lane holds it. Loaded before the row, so that both are on
+// their way at once.
+struct Travels {
+    i64 id;
+    u32 weight;
+    u32 scales[2];
+
+    __device__ __forceinline__ void load(const DispatchParams& p, const Shape& shape, u64 token) {
+        const u32 lane = threadIdx.x % 32;
+        id = -1, weight = 0, scales[0] = scales[1] = 0;
+        if (p.topk.data && lane < shape.top_k && p.route_source != ROUTES_HANDLE) {
+            id = index_at(p.topk, p.index_bytes, u32(token), lane);
+            const u64 at = token * p.weights.row_stride + lane * p.weights.column_stride;
+            if (p.weights.data) weight = reinterpret_cast<const u32*>(p.weights.data)[at];
+        }
+        const u32* from = reinterpret_cast<const u32*>(p.scales.data) + token * p.scales.row_stride;
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            const u32 column = lane + 32 * i;
+            if (column < p.scale_words) scales[i] = from[column * p.scales.column_stride];
+        }
+    }
+
+    // Writes it where a row for `rank` goes. All lanes.
+    __device__ __forceinline__ void store(const DispatchParams& p, const Shape& shape, u64 token, u32 rank,
+                                          const RowTarget& to) const {
+        const u32 lane = threadIdx.x % 32;
         const i64 local = id - i64(rank) * shape.local_experts;
         const bool hosted = id >= 0 && local >= 0 && local < shape.local_experts;
-        if (to.topk) {
+        if (lane < shape.top_k && to.topk) {
             if (p.index_bytes == 8) {
                 reinterpret_cast<i64*>(to.topk)[lane] = hosted ? local : -1;
             } else {
                 reinterpret_cast<i32*>(to.topk)[lane] = hosted ? i32(local) : -1;
             }
         }
-        if (to.weights && p.weights.data) {
-            const u64 at = token * p.weights.row_stride + lane * p.weights.column_stride;
-            reinterpret_cast<u32*>(to.weights)[lane] = hosted ? reinterpret_cast<const u32*>(p.weights.data)[at] : 0;
+        if (lane < shape.top_k && to.weights) reinterpret_cast<u32*>(to.weights)[lane] = hosted ? weight : 0;
+        if (to.scales) {
+#pragma unroll
+            for (u32 i = 0; i < 2; i++) {
+                const u32 column = lane + 32 * i;
+                if (column < p.scale_words) reinterpret_cast<u32*>(to.scales)[column] = scales[i];
+            }
+            const u32* from = reinterpret_cast<const u32*>(p.scales.data) + token * p.scales.row_stride;
+            for (u32 column = lane + 64; column < p.scale_words; column += 32) {
+                reinterpret_cast<u32*>(to.scales)[column] = from[column * p.scales.column_stride];
+            }
         }
+        if (to.src_idx && lane == 0) *reinterpret_cast<u32*>(to.src_idx) = u32(token);
     }
-    if (to.scales) {
-        const u32* scales = reinterpret_cast<const u32*>(p.scales.data) + token * p.scales.row_stride;
-        for (u32 i = lane; i < p.scale_words; i += 32) {
-            reinterpret_cast<u32*>(to.scales)[i] = scales[i * p.scales.column_stride];
-        }
-    }
-    if (to.src_idx && lane == 0) *reinterpret_cast<u32*>(to.src_idx) = token;
-}
+};
 
 __device__ __forceinline__ Landing landing_of(const DispatchParams& p, const Shape& shape, const Shared& shared,
                                               const Group& group, u32 rank) {
@@ -338,20 +415,21 @@ __device__ __forceinline__ RowTarget target_in(const DispatchParams& p, const Sh
     return to;
 }
 
-// Writes a token's row to every rank it goes to; to this one only if rows are not copied out.
+// Writes the row of the block's `i`-th token to every rank it goes to; to this one only if rows are
+// not copied out.
 __device__ inline void send_token(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group,
-                                  u32 token) {
+                                  u32 i, u64 token) {
     const u32 lane = threadIdx.x % 32;
     const u8* row = reinterpret_cast<const u8*>(p.x) + token * p.x_stride;
+    Travels travels;
+    travels.load(p, shape, token);
     for (u32 first = 0; first < shape.ranks; first += 32) {
         const u32 rank = first + lane;
         i32 slot = -1;
         u64 to = 0;
         u32 place = 0;
-        if (rank < shape.ranks) {
-            slot = final_slot(p, shape, shared, token, rank);
-            if (p.slots) reinterpret_cast<i32*>(p.slots)[u64(token) * shape.ranks + rank] = slot;
-            if (rank == p.group.rank && p.copy_rows) slot = -1;
+        if (rank < shape.ranks && !(rank == p.group.rank && p.copy_rows)) {
+            slot = slot_of(p, shape, shared, i, token, rank);
         }
         if (slot >= 0) {
             place = shared.first_at[rank] + u32(slot);
@@ -365,7 +443,7 @@ __device__ inline void send_token(const DispatchParams& p, const Shape& shape, c
             const u32 target = __ffs(rest) - 1;
             const u32 at = __shfl_sync(~0u, place, target);
             const Landing landing = landing_of(p, shape, shared, group, first + target);
-            write_metadata(p, shape, token, first + target, target_in(p, shape, landing, at));
+            travels.store(p, shape, token, first + target, target_in(p, shape, landing, at));
         }
     }
 }
@@ -374,37 +452,36 @@ __device__ inline void send_token(const DispatchParams& p, const Shape& shape, c
 // last warp.
 __device__ inline void publish(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
     const u32 lane = threadIdx.x % 32;
-    const u32 grain = flag_grain(p.tokens, p.group.flags);
+    const Share share(p);
     for (u32 unit = 0; unit < p.units; unit++) {
         const u32 index = blockIdx.x + unit * gridDim.x;
-        const u64 begin = u64(index) * grain;
+        const u64 begin = share.token(u64(unit) * share.grain);
         if (begin >= p.tokens) break;
-        const u32 tokens = min(grain, p.tokens - u32(begin));
-        while (ld_acquire_shared(&shared.done[unit]) < tokens) __nanosleep(40);
+        const u32 tokens = min(share.grain, p.tokens - u32(begin));
+        while (ld_acquire_shared(&shared.done[unit]) < tokens) __nanosleep(20);
         __syncwarp();
+        // Rows were written by other warps, whose counts were acquired above.
+        fence_acq_rel_sys();
         for (u32 r = 0; r < shape.ranks; r++) {
             if (r == p.group.rank) continue;
             u32 first = ~0u, rows = 0;
             for (u32 at = 0; at < tokens; at += 32) {
-                const bool here = at + lane < tokens;
-                const i32 slot = here ? final_slot(p, shape, shared, u32(begin) + at + lane, r) : -1;
+                const u32 i = unit * share.grain + at + lane;
+                const i32 slot = at + lane < tokens ? slot_of(p, shape, shared, i, begin + at + lane, r) : -1;
                 const u32 ballot = __ballot_sync(~0u, slot >= 0);
                 if (ballot && first == ~0u) first = __shfl_sync(~0u, slot, __ffs(ballot) - 1);
                 rows += __popc(ballot);
             }
             if (first == ~0u) first = 0;
-            if (lane == r % 32) {
-                // Rows were written by other warps, whose counts were acquired above.
-                fence_acq_rel_sys();
-                u64* flag = group.flag(r, p.group.rank, index);
-                st_relaxed_sys(flag, group.word(first));
-                st_relaxed_sys(flag + 1, group.word(first + rows));
+            if (lane < 2) {
+                u64* flag = group.flag(r, p.group.rank, index) + lane;
+                st_relaxed_sys(flag, group.word(lane == 0 ? first : first + rows));
             }
         }
     }
 }
 
-// Sends this block's share: units of consecutive tokens, in turn with the other blocks.
+// Sends this block's share.
 __device__ inline void move(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (u32 i = threadIdx.x; i < p.units; i += THREADS) shared.done[i] = 0;
@@ -413,16 +490,13 @@ __device__ inline void move(const DispatchParams& p, const Shape& shape, const S
         publish(p, shape, shared, group);
         return;
     }
-    const u32 grain = flag_grain(p.tokens, p.group.flags);
-    for (u64 i = warp;; i += DATA_WARPS) {
-        const u64 unit = i / grain;
-        const u64 begin = (blockIdx.x + unit * gridDim.x) * grain;
-        if (begin >= p.tokens) break;
-        const u64 token = begin + i % grain;
+    const Share share(p);
+    for (u64 i = warp; share.token(i - i % share.grain) < p.tokens; i += DATA_WARPS) {
+        const u64 token = share.token(i);
         if (token >= p.tokens) continue;
-        send_token(p, shape, shared, group, u32(token));
+        send_token(p, shape, shared, group, u32(i), token);
         __syncwarp();
-        if (lane == 0) red_release_shared(&shared.done[unit], 1);
+        if (lane == 0) red_release_shared(&shared.done[i / share.grain], 1);
     }
 }
 
@@ -464,38 +538,72 @@ __device__ inline void write_prefix(const DispatchParams& p, const Shape& shape,
     }
 }
 
-// Puts one row's metadata where the caller wants it, from this rank's landing block.
-__device__ inline void copy_metadata(const DispatchParams& p, const Shape& shape, const Landing& landing, u32 row) {
-    const u32 lane = threadIdx.x % 32;
-    const u64 index_bytes = u64(shape.top_k) * p.index_bytes;
-    const auto copy = [&](u64 to, const u8* from, u64 bytes) {
-        for (u64 i = lane; i < bytes / 4; i += 32) {
-            reinterpret_cast<u32*>(to + row * bytes)[i] = reinterpret_cast<const volatile u32*>(from + row * bytes)[i];
+// Metadata of a landed row, as one lane holds it: words of indices, weights and scales.
+struct Landed {
+    u32 topk[2];
+    u32 weight;
+    u32 scales[2];
+
+    // `words` 4-byte words of row `row`, of which a lane gets every 32nd.
+    template <int N>
+    static __device__ __forceinline__ void load_part(u32 (&value)[N], const u8* from, u64 row, u32 words) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const u32 at = threadIdx.x % 32 + 32 * i;
+            if (at < words) value[i] = reinterpret_cast<const volatile u32*>(from)[row * words + at];
         }
-    };
-    if (p.out_topk) copy(p.out_topk, landing.topk, index_bytes);
-    if (p.out_weights) copy(p.out_weights, landing.weights, u64(shape.top_k) * 4);
-    if (p.out_scales) copy(p.out_scales, landing.scales, u64(p.scale_words) * 4);
-}
+    }
+
+    template <int N>
+    static __device__ __forceinline__ void store_part(const u32 (&value)[N], u64 to, u64 row, u32 words) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const u32 at = threadIdx.x % 32 + 32 * i;
+            if (at < words) reinterpret_cast<u32*>(to)[row * words + at] = value[i];
+        }
+    }
+
+    __device__ __forceinline__ void load(const DispatchParams& p, const Shape& shape, const Landing& from, u64 row) {
+        u32 one[1] = {0};
+        if (p.out_topk) load_part(topk, from.topk, row, shape.top_k * p.index_bytes / 4);
+        if (p.out_weights) load_part(one, from.weights, row, shape.top_k);
+        if (p.out_scales) load_part(scales, from.scales, row, p.scale_words);
+        weight = one[0];
+    }
+
+    __device__ __forceinline__ void store(const DispatchParams& p, const Shape& shape, const Landing& from,
+                                          u64 row) const {
+        const u32 one[1] = {weight};
+        if (p.out_topk) store_part(topk, p.out_topk, row, shape.top_k * p.index_bytes / 4);
+        if (p.out_weights) store_part(one, p.out_weights, row, shape.top_k);
+        if (!p.out_scales) return;
+        store_part(scales, p.out_scales, row, p.scale_words);
+        for (u32 at = threadIdx.x % 32 + 64; at < p.scale_words; at += 32) {
+            const u64 place = row * p.scale_words + at;
+            reinterpret_cast<u32*>(p.out_scales)[place] = reinterpret_cast<const volatile u32*>(from.scales)[place];
+        }
+    }
+};
 
 __device__ __forceinline__ u8* out_row(const DispatchParams& p, u32 row) {
     return reinterpret_cast<u8*>(p.out_x) + row * p.out_stride;
 }
 
-// Copies one of this rank's own tokens from the input to the output.
-__device__ inline void keep_token(const DispatchParams& p, const Shape& shape, const Shared& shared, u32 token,
-                                  u32 first_row) {
-    const i32 slot = final_slot(p, shape, shared, token, p.group.rank);
+// Copies one of this rank's own tokens, the block's `i`-th, from the input to the output.
+__device__ inline void keep_token(const DispatchParams& p, const Shape& shape, const Shared& shared, u32 i, u64 token) {
+    const i32 slot = slot_of(p, shape, shared, i, token, p.group.rank);
     if (slot < 0) return;
-    const u32 row = first_row + u32(slot);
+    const u32 row = shared.first_from[p.group.rank] + u32(slot);
     if (row >= p.out_rows) return;
+    Travels travels;
+    travels.load(p, shape, token);
     copy_row<false>(out_row(p, row), reinterpret_cast<const u8*>(p.x) + token * p.x_stride, shape.row_bytes);
     RowTarget to;
     to.topk = p.out_topk ? p.out_topk + u64(row) * shape.top_k * p.index_bytes : 0;
     to.weights = p.out_weights ? p.out_weights + u64(row) * shape.top_k * 4 : 0;
     to.scales = p.out_scales ? p.out_scales + u64(row) * p.scale_words * 4 : 0;
     to.src_idx = p.src_idx ? p.src_idx + u64(row) * 4 : 0;
-    write_metadata(p, shape, token, p.group.rank, to);
+    travels.store(p, shape, token, p.group.rank, to);
 }
 
 // A warp's way through the units of all other ranks, ranks in turn.
@@ -504,11 +612,11 @@ struct Arrivals {
     const Shape& shape;
     const Shared& shared;
     u32 most;
-    u64 at;
+    u64 at, step;
     u32 source, index;
 
-    __device__ Arrivals(const DispatchParams& params, const Shape& s, const Shared& sh)
-        : p(params), shape(s), shared(sh), most(0), at(blockIdx.x) {
+    __device__ Arrivals(const DispatchParams& params, const Shape& s, const Shared& sh, u64 first, u64 stride)
+        : p(params), shape(s), shared(sh), most(0), at(first), step(stride) {
         for (u32 r = 0; r < shape.ranks; r++) {
             if (r != p.group.rank) most = max(most, units_of(r));
         }
@@ -516,20 +624,20 @@ struct Arrivals {
     }
 
     __device__ u32 units_of(u32 rank) const {
-        const u32 tokens = shared.all.word(rank, WORD_TOKENS), grain = flag_grain(tokens, p.group.flags);
-        return (tokens + grain - 1) / grain;
+        const u32 grain = shared.all.word(rank, WORD_GRAIN);
+        return (shared.all.word(rank, WORD_TOKENS) + grain - 1) / grain;
     }
 
     __device__ bool more() const { return at < u64(most) * (shape.ranks - 1); }
 
     __device__ void next() {
-        at += gridDim.x;
+        at += step;
         settle();
     }
 
     // Moves on to a unit that exists.
     __device__ void settle() {
-        for (; more(); at += gridDim.x) {
+        for (; more(); at += step) {
             index = u32(at / (shape.ranks - 1));
             source = (p.group.rank + 1 + u32(at % (shape.ranks - 1))) % shape.ranks;
             if (index < units_of(source)) return;
@@ -537,20 +645,26 @@ struct Arrivals {
     }
 };
 
-// Rows `first..end` of `source` have landed: puts them where they are wanted.
-__device__ inline void take_rows(const DispatchParams& p, const Shape& shape, const Landing& landing, u32 before,
-                                 u32 first, u32 end) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (u32 i = first + warp; i < end; i += WARPS) {
-        const u32 row = before + i;
-        if (row >= p.out_rows) return;
-        if (p.copy_rows) {
-            copy_row<true>(out_row(p, row), landing.rows + u64(row) * shape.row_bytes, shape.row_bytes);
-            copy_metadata(p, shape, landing, row);
-        }
-        if (p.src_idx && lane == 0) {
-            reinterpret_cast<u32*>(p.src_idx)[row] = reinterpret_cast<const volatile u32*>(landing.src_idx)[row];
-        }
+// Rows `first..end` from here have landed: copies them, with what came with them. All warps of a
+// block share them.
+__device__ inline void copy_landed(const DispatchParams& p, const Shape& shape, const Landing& landing, u32 first,
+                                   u32 end) {
+    const u32 lane = threadIdx.x % 32;
+    for (u32 row = first + threadIdx.x / 32; row < end && row < p.out_rows; row += WARPS) {
+        Landed metadata;
+        metadata.load(p, shape, landing, row);
+        const u32 source = reinterpret_cast<const volatile u32*>(landing.src_idx)[row];
+        copy_row<true>(out_row(p, row), landing.rows + u64(row) * shape.row_bytes, shape.row_bytes);
+        metadata.store(p, shape, landing, row);
+        if (p.src_idx && lane == 0) reinterpret_cast<u32*>(p.src_idx)[row] = source;
+    }
+}
+
+// The same where rows are at their place: only the handle is told their source tokens. One warp.
+__device__ inline void note_landed(const DispatchParams& p, const Landing& landing, u32 first, u32 end) {
+    if (!p.src_idx) return;
+    for (u32 row = first + threadIdx.x % 32; row < end && row < p.out_rows; row += 32) {
+        reinterpret_cast<u32*>(p.src_idx)[row] = reinterpret_cast<const volatile u32*>(landing.src_idx)[row];
     }
 }
 
@@ -558,13 +672,18 @@ __device__ inline void take_rows(const DispatchParams& p, const Shape& shape, co
 __device__ inline void receive(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 rank = p.group.rank;
-    const u64 warps = u64(gridDim.x) * WARPS;
+    const Share share(p);
     const Landing landing = landing_of(p, shape, shared, group, rank);
-    const u32 own_before = shared.first_from[rank];
-    Arrivals arrivals(p, shape, shared);
-    u64 own = p.copy_rows && !p.discard ? u64(blockIdx.x) * WARPS + warp : p.tokens;
+    // The warps of a block copy a unit together; without copies each takes units of its own.
+    const bool copies = p.copy_rows && !p.discard;
+    const u64 warps = u64(gridDim.x) * WARPS;
+    Arrivals arrivals(p, shape, shared, copies ? blockIdx.x : u64(warp) * gridDim.x + blockIdx.x,
+                      copies ? gridDim.x : warps);
+    // The warp's next token of the block's share.
+    u64 own = warp;
+    const auto more_own = [&] { return copies && share.token(own - own % share.grain) < p.tokens; };
     u32 polls = 0;
-    while (arrivals.more() || own < p.tokens) {
+    while (arrivals.more() || more_own()) {
         u32 first = 0, end = 0;
         bool landed = false;
         if (arrivals.more()) {
@@ -572,15 +691,19 @@ __device__ inline void receive(const DispatchParams& p, const Shape& shape, cons
             landed = __shfl_sync(~0u, landed, 0);
         }
         if (landed) {
-            first = __shfl_sync(~0u, first, 0), end = __shfl_sync(~0u, end, 0);
-            if (!p.discard) {
-                take_rows(p, shape, landing, shared.first_from[arrivals.source], first, end);
+            const u32 before = shared.first_from[arrivals.source];
+            first = before + __shfl_sync(~0u, first, 0), end = before + __shfl_sync(~0u, end, 0);
+            if (copies) {
+                copy_landed(p, shape, landing, first, end);
+            } else if (!p.discard) {
+                note_landed(p, landing, first, end);
             }
             arrivals.next();
             polls = 0;
-        } else if (own < p.tokens) {
-            keep_token(p, shape, shared, u32(own), own_before);
-            own += warps;
+        } else if (more_own()) {
+            const u64 token = share.token(own);
+            if (token < p.tokens) keep_token(p, shape, shared, u32(own), token);
+            own += WARPS;
         } else {
             bool stay = true;
             if (lane == 0) stay = group.patient(polls, STAGE_ROWS, arrivals.source);
@@ -588,15 +711,17 @@ __device__ inline void receive(const DispatchParams& p, const Shape& shape, cons
         }
     }
     if (p.discard) return;
-    const u64 thread = u64(blockIdx.x) * THREADS + threadIdx.x, threads = u64(gridDim.x) * THREADS;
     if (!p.copy_rows && p.src_idx) {
-        for (u64 token = thread; token < p.tokens; token += threads) {
-            const i32 slot = final_slot(p, shape, shared, u32(token), rank);
-            if (slot >= 0) reinterpret_cast<u32*>(p.src_idx)[own_before + u32(slot)] = u32(token);
+        for (u64 i = threadIdx.x; share.token(i - i % share.grain) < p.tokens; i += THREADS) {
+            const u64 token = share.token(i);
+            if (token >= p.tokens) continue;
+            const i32 slot = slot_of(p, shape, shared, u32(i), token, rank);
+            if (slot >= 0) reinterpret_cast<u32*>(p.src_idx)[shared.first_from[rank] + u32(slot)] = u32(token);
         }
     }
     if (!p.worst) return;
     // What lies behind the rows says so.
+    const u64 thread = u64(blockIdx.x) * THREADS + threadIdx.x, threads = u64(gridDim.x) * THREADS;
     for (u64 row = shared.first_from[shape.ranks] + thread; row < p.out_rows; row += threads) {
         if (p.src_idx) reinterpret_cast<i32*>(p.src_idx)[row] = -1;
         if (!p.out_topk) continue;
@@ -615,24 +740,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch(const __grid_c
     const Shape shape(p);
     Shared shared(memory, p, shape);
     const Group group(p.group);
-    bool here = true;
-    if (p.phases & (PHASE_COUNT | PHASE_REJECT)) {
-        here = count(p, shape, shared, group);
-    }
-    if (here && (p.phases & (PHASE_MOVE | PHASE_RECEIVE) || p.phases == PHASE_REJECT)) {
-        here = gather(group, shared.all);
-        // The announcement of this rank says that what it counted is there.
-        if (here && !(p.phases & (PHASE_COUNT | PHASE_REJECT))) sum_ranges(p, shape, shared);
-        if (here) place_rows(p, shape, shared);
-        const Counts counts = p.route_source == ROUTES_HANDLE ? COUNTS_CACHED : COUNTS_DISPATCH;
-        if (here) judge(group, shared.all, counts, p.worst);
-        if (here && p.phases & PHASE_MOVE && blockIdx.x == 0) {
-            tell_counts(p, shape, shared, group);
-            write_prefix(p, shape, shared);
-        }
-        if (here && shared.all.verdict == VERDICT_OK) {
-            if (p.phases & PHASE_MOVE) move(p, shape, shared, group);
-            if (p.phases & PHASE_RECEIVE) receive(p, shape, shared, group);
+    // Slots are found by every launch that needs them.
+    if (p.phases != PHASE_RECEIVE || !p.discard) count(p, shape, shared, group);
+    if (p.phases & (PHASE_MOVE | PHASE_RECEIVE) || p.phases == PHASE_REJECT) {
+        if (gather(group, shared.all)) {
+            place_rows(p, shape, shared);
+            const Counts counts = p.route_source == ROUTES_HANDLE ? COUNTS_CACHED : COUNTS_DISPATCH;
+            judge(group, shared.all, counts, p.worst);
+            if (p.phases & PHASE_MOVE && blockIdx.x == 0) {
+                write_prefix(p, shape, shared);
+                tell_counts(p, shape, shared, group);
+            }
+            if (shared.all.verdict == VERDICT_OK) {
+                if (p.phases & PHASE_MOVE) move(p, shape, shared, group);
+                if (p.phases & PHASE_RECEIVE) receive(p, shape, shared, group);
+            }
         }
     }
     leave(group);

@@ -45,13 +45,6 @@ struct DispatchParams {
     // `[tokens, ranks]`, sent rows i32 `[ranks]`, prefix i32 `[ranks, ranks]`.
     u64 routes[3];
 
-    // Scratch of the call: slots within the range of the block that counted them, i32
-    // `[tokens, ranks]`; rows of each such block, i32 `[blocks, ranks]`. Scratch of the engine:
-    // i32 `[experts]`, zero between calls.
-    u64 block_slots;
-    u64 block_rows;
-    u64 expert_counts;
-
     // Handle, or 0 when one was given: i32 `[tokens, ranks]`, u8 `[tokens, ranks]`,
     // i32 `[ranks, ranks]`, i32 `[ranks]`, i32 `[ranks]`, i32 `[out_rows]`.
     u64 slots;
@@ -90,17 +83,17 @@ struct DispatchParams {
     u32 terms;
     u32 phases;
     u32 ticket;
-    // Blocks of the launch that counts, and tokens of each.
-    u32 count_blocks;
-    u32 block_tokens;
+    // Tokens that share a flag, a unit; of the launch's blocks each has at most so many units.
+    u32 grain;
+    u32 units;
+    // Tokens of a block whose slots there is shared memory for; 0: there is not enough.
+    u32 slot_tokens;
     // 1: own rows and landed rows are copied to out_x; 0: they are at their place when they land.
     u32 copy_rows;
     // 1: nothing is put anywhere: rows are only waited for, because the call was given up.
     u32 discard;
     // 1: out_rows is a worst case; what lies behind the rows gets index -1.
     u32 worst;
-    // Bytes of dynamic shared memory for flags' counters: units of this launch's blocks.
-    u32 units;
     u32 reserved;
 };
 

@@ -23,8 +23,10 @@ enum AnnounceWord {
     WORD_TOKENS = 6,
     // 0, or why the call is rejected.
     WORD_STATUS = 7,
+    // Tokens that share a flag.
+    WORD_GRAIN = 8,
     // Rows for every rank.
-    WORD_COUNTS = 8,
+    WORD_COUNTS = 9,
 };
 
 constexpr u32 LANDING_UNIT = 256;
@@ -70,8 +72,9 @@ struct CallState {
     u64 missing;
     // Lowest place of an expert id out of range; all ones: there is none.
     u64 bad_id;
-    // Blocks at the grid barrier, and blocks that are done. Zero between launches.
+    // Blocks at the grid barrier. Zero between launches.
     u32 arrived;
+    // Blocks that are done, and LEFT_EARLY if a wait gave up. Zero between launches.
     u32 left;
     // Stage in which a wait gave up, or STAGE_NONE.
     u32 failed;
@@ -126,12 +129,6 @@ struct GroupParams {
     u32 reserved;
 };
 
-// How many rows or tokens share a flag when a source has `count` of them.
-__device__ __forceinline__ u32 flag_grain(u32 count, u32 flags) {
-    const u32 grain = (count + flags - 1) / flags;
-    return grain < 32 ? 32 : grain;
-}
-
 // The group in the eyes of one thread.
 struct Group {
     const GroupParams& p;
@@ -173,6 +170,9 @@ struct Group {
         for (u32 r = 0; r < p.ranks; r++) st_relaxed_sys(abort_word(r), word);
     }
 
+    // Set in CallState::left by whoever gives up.
+    static constexpr u32 LEFT_EARLY = 1u << 31;
+
     // Set in `polls` when the peer has been found gone.
     static constexpr u32 GONE = 1u << 31;
 
@@ -180,6 +180,7 @@ struct Group {
     __device__ bool patient(u32& polls, u32 stage, u32 peer) const {
         polls++;
         if (polls % 32 == 0 && ld_relaxed_sys(abort_word(p.rank)) != 0) {
+            atomicOr(&p.state->left, LEFT_EARLY);
             // Another thread may have given up first; its error names this thread's peer too.
             if (atomicAdd(&p.state->failed, 0) == stage) atomicOr(&p.state->missing, u64(1) << peer);
             return false;
@@ -192,6 +193,7 @@ struct Group {
                 return true;
             }
             if (!gone && globaltimer() < deadline) return true;
+            atomicOr(&p.state->left, LEFT_EARLY);
             atomicCAS(&p.state->failed, u32(STAGE_NONE), stage);
             atomicOr(&p.state->missing, u64(1) << peer);
             fence_acq_rel_gpu();
@@ -214,7 +216,8 @@ struct Group {
 
     // Looks at a flag once; on success its two values.
     __device__ __forceinline__ bool test_flag(const u64* address, u32& first, u32& second) const {
-        const u64 a = ld_acquire_sys(address), b = ld_acquire_sys(address + 1);
+        u64 a, b;
+        ld_acquire_sys(address, a, b);
         first = u32(a), second = u32(b);
         return u32(a >> 32) == tag() && u32(b >> 32) == tag();
     }
@@ -249,12 +252,13 @@ __device__ inline void leave(const Group& group) {
     if (threadIdx.x != 0) return;
     const GroupParams& p = group.p;
     fence_acq_rel_gpu();
-    if (atomicAdd(&p.state->left, 1) != gridDim.x - 1) return;
+    const u32 left = atomicAdd(&p.state->left, 1);
+    if ((left & ~Group::LEFT_EARLY) != gridDim.x - 1) return;
     fence_acq_rel_gpu();
     p.state->arrived = 0;
     p.state->left = 0;
-    const u64 abort = ld_relaxed_sys(group.abort_word(p.rank));
-    if (abort != 0) {
+    if (left & Group::LEFT_EARLY) {
+        const u64 abort = ld_relaxed_sys(group.abort_word(p.rank));
         Report* report = p.report;
         const u32 failed = p.state->failed;
         report->operation = p.operation;

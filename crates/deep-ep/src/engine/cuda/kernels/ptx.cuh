@@ -33,6 +33,11 @@ __device__ __forceinline__ u64 ld_acquire_sys(const u64* address) {
     return value;
 }
 
+// Two neighbouring words, each whole on its own.
+__device__ __forceinline__ void ld_acquire_sys(const u64* address, u64& first, u64& second) {
+    asm volatile("ld.acquire.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(address) : "memory");
+}
+
 // A word that another GPU or the host may write, on its own: nothing is ordered by it.
 __device__ __forceinline__ u64 ld_relaxed_sys(const u64* address) {
     u64 value;

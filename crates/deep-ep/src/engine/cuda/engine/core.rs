@@ -47,9 +47,11 @@ pub(crate) enum Half {
     /// The same of a low-latency call.
     LowLatencySend = 2,
     LowLatencyReceive = 3,
+    /// Barriers.
+    Barrier = 4,
 }
 
-const HALVES: usize = 4;
+const HALVES: usize = 5;
 
 /// Rejects whose text a kernel may not have read yet.
 const REJECTS: usize = 16;
@@ -267,6 +269,11 @@ impl Core {
         // SAFETY: the stream lives as long as the core, which the result holds.
         let side = unsafe { Stream::borrowed(&self.context, self.side.raw as usize) };
         self.begin_on(side)
+    }
+
+    /// Lets a stream wait for everything that this buffer's calls have enqueued.
+    pub(crate) fn follow(&self, stream: &Stream) -> Result<()> {
+        stream.wait(&lock(&self.order).event)
     }
 
     fn begin_on(self: &Arc<Self>, stream: Stream) -> Result<OnStream> {

@@ -155,7 +155,7 @@ impl Failures {
     pub(crate) fn concluded(&self, what: Concluded) -> Error {
         let rank = Rank(what.rank as usize);
         match what.verdict {
-            verdict::DIFFER => self.differs(what.detail),
+            verdict::DIFFER => self.differs(what.operation, what.detail),
             verdict::HANDLE => Error::invalid(
                 "handle",
                 format!("on rank {rank} of other row counts"),
@@ -189,10 +189,10 @@ impl Failures {
     }
 
     /// Another rank announced another word than this one.
-    fn differs(&self, detail: [u64; 2]) -> Error {
+    fn differs(&self, operation: u32, detail: [u64; 2]) -> Error {
         let (word, other) = (detail[0] >> 32 & 0xff, Rank(detail[0] as u32 as usize));
         let (mine, theirs) = ((detail[1] >> 32) as u32, detail[1] as u32);
-        let (setting, this_value, other_value) = describe_difference(word, mine, theirs);
+        let (setting, this_value, other_value) = describe_difference(operation, word, mine, theirs);
         Error::SettingsDiffer {
             setting,
             this_rank: self.rank,
@@ -217,11 +217,12 @@ fn bad_id(what: &Concluded) -> Reject {
 }
 
 /// The setting that a word of an announcement is about, and two values of it in words.
-fn describe_difference(word: u64, a: u32, b: u32) -> (Text, String, String) {
+fn describe_difference(operation: u32, word: u64, a: u32, b: u32) -> (Text, String, String) {
     let numbers = |name: &'static str| (name.into(), a.to_string(), b.to_string());
     match word {
         1 => numbers("the bytes of a row"),
         2 => numbers("num_experts"),
+        3 if is_low_latency(operation) => numbers("num_max_dispatch_tokens_per_rank"),
         3 => numbers("words of scales of a row"),
         _ => {
             let (x, y) = (Terms::of_word(a), Terms::of_word(b));
@@ -251,6 +252,8 @@ fn describe_difference(word: u64, a: u32, b: u32) -> (Text, String, String) {
                 pick("num_worst_tokens", |t| {
                     if t.worst { "given" } else { "none" }.into()
                 })
+            } else if is_low_latency(operation) {
+                pick("the format", |t| t.format_name().into())
             } else {
                 pick("dtype of x", |t| {
                     ["bf16", "f16", "f32"]
@@ -264,6 +267,11 @@ fn describe_difference(word: u64, a: u32, b: u32) -> (Text, String, String) {
     }
 }
 
+fn is_low_latency(operation: u32) -> bool {
+    operation == Operation::LowLatencyDispatch as u32
+        || operation == Operation::LowLatencyCombine as u32
+}
+
 fn operation_name(code: u32) -> Text {
     Operation::from_code(code.into()).map_or("a call".into(), |operation| operation.name().into())
 }
@@ -275,6 +283,7 @@ fn stage_name(stage: u32) -> Text {
         4 => "rows",
         5 => "weights",
         7 => "blocks of this rank",
+        8 => "barrier",
         _ => "unknown",
     }
     .into()

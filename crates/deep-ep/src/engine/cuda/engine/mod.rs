@@ -7,13 +7,16 @@ mod dispatch;
 mod failures;
 mod landing;
 mod launch;
+pub(crate) mod low_latency;
 pub(crate) mod params;
 mod split;
 
 use std::sync::Arc;
 
 use self::{
+    control::Control,
     core::Core,
+    low_latency::{Area, LowLatency},
     params::{LayoutParams, Matrix},
 };
 use super::{
@@ -39,6 +42,7 @@ use crate::{
 /// The CUDA engine of one rank.
 pub(crate) struct CudaEngine {
     core: Arc<Core>,
+    low_latency: Arc<LowLatency>,
     device: Device,
 }
 
@@ -48,9 +52,15 @@ impl CudaEngine {
         communicator.check_agreement(&agreement(config))?;
         let context = communicator.all_succeed(open(communicator, config))?;
         let device = Device::Cuda(context.device.ordinal as u32);
-        let core = Core::new(communicator, config, context, 0)?;
+        let ranks = communicator.size();
+        let area = Control::new(ranks, config.num_experts)
+            .and_then(|control| Area::new(control.bytes, ranks, config.low_latency.as_ref()));
+        let area = communicator.all_succeed(area)?;
+        let core = Arc::new(Core::new(communicator, config, context, area.bytes)?);
+        let low_latency = communicator.all_succeed(LowLatency::new(&core, area, device))?;
         Ok(Self {
-            core: Arc::new(core),
+            core,
+            low_latency: Arc::new(low_latency),
             device,
         })
     }
@@ -58,13 +68,6 @@ impl CudaEngine {
     /// The GPU's number among those that this process sees.
     pub(crate) fn ordinal(&self) -> usize {
         self.core.context.device.ordinal
-    }
-
-    fn unsupported<T>() -> Result<T> {
-        Err(Error::Unsupported {
-            feature: "low-latency calls on engine cuda".into(),
-            why: "they do not exist yet".into(),
-        })
     }
 }
 
@@ -171,10 +174,13 @@ impl Engine for CudaEngine {
     }
 
     fn reject(&self, operation: Operation, reject: &Reject) {
-        let text = self.core.reject_text(reject);
+        let text = || self.core.reject_text(reject);
         let done = match operation {
-            Operation::Combine => combine::reject(&self.core, text),
-            _ => dispatch::reject(&self.core, text),
+            Operation::Combine => combine::reject(&self.core, text()),
+            Operation::LowLatencyDispatch | Operation::LowLatencyCombine => {
+                self.low_latency.reject(operation, reject)
+            }
+            _ => dispatch::reject(&self.core, text()),
         };
         // If the call cannot even begin, the group has ended and the peers know.
         if let Err(error) = done {
@@ -192,20 +198,23 @@ impl Engine for CudaEngine {
 
     fn low_latency_dispatch(
         &self,
-        _: &LowLatencyDispatchInput<'_>,
+        input: &LowLatencyDispatchInput<'_>,
     ) -> Result<Box<dyn LowLatencyDispatchCall>> {
-        Self::unsupported()
+        self.low_latency.dispatch(input)
     }
 
     fn low_latency_combine(
         &self,
-        _: &mut LowLatencyCombineInput<'_>,
+        input: &mut LowLatencyCombineInput<'_>,
     ) -> Result<Box<dyn LowLatencyCombineCall>> {
-        Self::unsupported()
+        self.low_latency.combine(input)
     }
 
     fn barrier(&self) -> Result<()> {
-        self.core.barrier()
+        match self.core.enable_shrink {
+            true => self.low_latency.barrier(),
+            false => self.core.barrier(),
+        }
     }
 
     fn loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan> {
@@ -230,10 +239,14 @@ impl Engine for CudaEngine {
     }
 
     fn masks(&self) -> Vec<bool> {
-        vec![false; self.core.ranks]
+        self.low_latency.masks()
     }
 
-    fn set_mask(&self, _: Rank, _: bool) {}
+    fn set_mask(&self, rank: Rank, masked: bool) {
+        if let Err(error) = self.low_latency.set_mask(rank, masked) {
+            tracing::warn!(%error, "rank {rank} could not be masked or taken back");
+        }
+    }
 
     fn check(&self) -> Result<()> {
         self.core.failures.check()
@@ -241,9 +254,11 @@ impl Engine for CudaEngine {
 
     fn statistics(&self) -> Statistics {
         Statistics {
-            memory: self
-                .core
-                .memory_use(vec![("control words", self.core.control.bytes)]),
+            wire_bytes: self.low_latency.wire_bytes(),
+            memory: self.core.memory_use(vec![
+                ("control words", self.core.control.bytes),
+                ("low-latency slots", self.low_latency.area().bytes),
+            ]),
             ..Statistics::default()
         }
     }

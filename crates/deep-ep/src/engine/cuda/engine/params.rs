@@ -3,7 +3,10 @@
 
 use bytemuck::{NoUninit, Pod, Zeroable};
 
-use crate::tensor::{Device, Tensor};
+use crate::{
+    engine::Operation,
+    tensor::{Device, Tensor},
+};
 
 /// `CallState`: the progress of one kind of launch, in device memory.
 #[repr(C)]
@@ -241,7 +244,7 @@ pub(crate) struct Terms {
     /// Along a handle's routes.
     pub(crate) cached: bool,
     pub(crate) worst: bool,
-    /// Element type of summed rows, as `DTYPE_*`.
+    /// Element type of summed rows, as `DTYPE_*`; in a low-latency call how rows travel, from 0.
     pub(crate) dtype: u8,
 }
 
@@ -256,6 +259,19 @@ impl Terms {
             | bit(self.cached, 19)
             | bit(self.worst, 20)
             | u32::from(self.dtype & 3) << 21
+    }
+
+    /// How the rows of a low-latency call travel.
+    pub(crate) fn format_name(self) -> &'static str {
+        let combines = self.operation == Operation::LowLatencyCombine as u8;
+        match (combines, self.dtype) {
+            (_, 0) => "bf16",
+            (false, 1) => "fp8",
+            (false, 2) => "fp8 with power-of-two scales",
+            (false, _) => "fp8 with UE8M0 scales",
+            (true, 1) => "LogFMT",
+            (true, _) => "exact",
+        }
     }
 
     pub(crate) fn of_word(word: u32) -> Self {

@@ -3,12 +3,22 @@
 use crate::engine::cuda::driver::nvrtc::Program;
 
 /// Texts that programs may include.
-const HEADERS: [(&str, &str); 8] = [
+const HEADERS: [(&str, &str); 12] = [
     ("ptx.cuh", include_str!("../kernels/ptx.cuh")),
     ("group.cuh", include_str!("../kernels/group.cuh")),
     ("announce.cuh", include_str!("../kernels/announce.cuh")),
     ("rows.cuh", include_str!("../kernels/rows.cuh")),
     ("sum.cuh", include_str!("../kernels/sum.cuh")),
+    ("fp8.cuh", include_str!("../kernels/fp8.cuh")),
+    ("logfmt.cuh", include_str!("../kernels/logfmt.cuh")),
+    (
+        "low_latency.cuh",
+        include_str!("../kernels/low_latency.cuh"),
+    ),
+    (
+        "low_latency_params.cuh",
+        include_str!("../kernels/low_latency_params.cuh"),
+    ),
     (
         "dispatch_params.cuh",
         include_str!("../kernels/dispatch_params.cuh"),
@@ -32,6 +42,39 @@ pub(crate) enum Key {
     Dispatch(DispatchKey),
     /// High-throughput combine.
     Combine(CombineKey),
+    /// Low-latency dispatch.
+    LowLatencyDispatch(LowLatencyKey),
+    /// Low-latency combine.
+    LowLatencyCombine(LowLatencyKey),
+    /// The barrier of low-latency calls.
+    LowLatencyBarrier,
+}
+
+/// Constants of `low_latency_dispatch.cu` and `low_latency_combine.cu`; 0: known only at run time.
+/// Where the hidden size is known, the caller's rows are aligned to 16 bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) struct LowLatencyKey {
+    /// Ranks of the group.
+    pub(crate) ranks: u32,
+    /// Choices of a token.
+    pub(crate) top_k: u32,
+    /// Elements of a row.
+    pub(crate) hidden: u32,
+    /// How rows travel, from 1: bf16, FP8 with f32, power-of-two or UE8M0 scales; sums as bf16, as
+    /// LogFMT, or exact.
+    pub(crate) format: u32,
+}
+
+impl LowLatencyKey {
+    /// Macros; the last one is called `format`.
+    fn constants(self, format: &'static str) -> Vec<(&'static str, u64)> {
+        vec![
+            ("RANKS", self.ranks.into()),
+            ("TOP_K", self.top_k.into()),
+            ("HIDDEN", self.hidden.into()),
+            (format, self.format.into()),
+        ]
+    }
 }
 
 /// Constants of `dispatch.cu`; 0: known only at run time.
@@ -106,6 +149,21 @@ impl Key {
                 source: include_str!("../kernels/combine.cu"),
                 headers: &HEADERS,
             },
+            Self::LowLatencyDispatch(_) => Program {
+                name: "low_latency_dispatch.cu",
+                source: include_str!("../kernels/low_latency_dispatch.cu"),
+                headers: &HEADERS,
+            },
+            Self::LowLatencyCombine(_) => Program {
+                name: "low_latency_combine.cu",
+                source: include_str!("../kernels/low_latency_combine.cu"),
+                headers: &HEADERS,
+            },
+            Self::LowLatencyBarrier => Program {
+                name: "low_latency_barrier.cu",
+                source: include_str!("../kernels/low_latency_barrier.cu"),
+                headers: &HEADERS,
+            },
         }
     }
 
@@ -129,12 +187,20 @@ impl Key {
                 ("RANKS", key.ranks.into()),
                 ("ROW_BYTES", key.row_bytes.into()),
             ],
+            Self::LowLatencyDispatch(key) => key.constants("FORMAT"),
+            Self::LowLatencyCombine(key) => key.constants("WIRE"),
+            Self::LowLatencyBarrier => vec![],
         }
     }
 
     pub(crate) fn contraction(&self) -> Contraction {
         match self {
-            Self::Limit(_) | Self::Dispatch(_) | Self::Combine(_) => Contraction::Explicit,
+            Self::Limit(_)
+            | Self::Dispatch(_)
+            | Self::Combine(_)
+            | Self::LowLatencyDispatch(_)
+            | Self::LowLatencyCombine(_)
+            | Self::LowLatencyBarrier => Contraction::Explicit,
         }
     }
 }

@@ -59,6 +59,7 @@ enum Stage {
     STAGE_ROWS = 4,
     STAGE_WEIGHTS = 5,
     STAGE_BLOCKS = 7,
+    STAGE_BARRIER = 8,
 };
 
 constexpr u32 TEXT_BYTES = 512;

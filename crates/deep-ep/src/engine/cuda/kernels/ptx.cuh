@@ -60,6 +60,17 @@ __device__ __forceinline__ void st_relaxed_sys(u32* address, u32 value) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// Two words side by side, each whole on its own.
+__device__ __forceinline__ void st_relaxed_sys(u64* address, u64 first, u64 second) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(first), "l"(second)
+                 : "memory");
+}
+
+__device__ __forceinline__ void ld_relaxed_sys(const u64* address, u64& first, u64& second) {
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(address)
+                 : "memory");
+}
+
 // What this thread wrote, and what it has seen others write, comes before what it writes now, for
 // every GPU and the host; what it read so far was read before what it reads now.
 __device__ __forceinline__ void fence_acq_rel_sys() {
@@ -108,6 +119,23 @@ __device__ __forceinline__ uint4 ld_landed(const uint4* address) {
                  : "memory");
     return value;
 }
+
+// The larger of each of two bf16 numbers; one that is NaN gives way to the other.
+__device__ __forceinline__ u32 max_bf16x2(u32 a, u32 b) {
+    u32 larger;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
+#if __CUDA_ARCH__ >= 890
+// Two floats rounded to e4m3, the first in the low byte: nearest, ties to even, saturating; NaN
+// becomes 0x7f.
+__device__ __forceinline__ u16 cvt_e4m3x2(float low, float high) {
+    u16 packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+#endif
 
 // Two floats rounded to bf16, the first in the low half: nearest, ties to even; NaN becomes 0x7fff.
 __device__ __forceinline__ u32 cvt_bf16x2(float low, float high) {

@@ -1,0 +1,469 @@
+// What the low-latency kernels have in common. The protocol is described in
+// engine/low_latency/mod.rs.
+//
+// Constants, each 0 if it is known only at run time: RANKS, TOP_K, HIDDEN. Where HIDDEN is known, the
+// caller's rows are aligned to 16 bytes.
+#pragma once
+
+#include "announce.cuh"
+#include "low_latency_params.cuh"
+
+// A kernel for any shape needs more registers. `threads` in engine/low_latency/mod.rs is the same.
+constexpr u32 THREADS = HIDDEN == 0 ? 512 : 1024;
+constexpr u32 WARPS = THREADS / 32;
+constexpr bool ALIGNED = HIDDEN != 0;
+// No expert: nothing of a choice concerns the rank that reads it.
+constexpr u32 NO_PLACE = ~0u;
+
+// Words 0 to 3 of an announcement must agree. Those behind, for these calls:
+constexpr u32 WORD_CHUNK = WORD_CAPACITY;
+
+// The shape, from constants where they are known.
+struct Shape {
+    u32 ranks, top_k, hidden, local_experts, rows;
+
+    __device__ explicit Shape(const LowLatencyParams& p)
+        : ranks(RANKS ? RANKS : p.group.ranks),
+          top_k(TOP_K ? TOP_K : p.top_k),
+          hidden(HIDDEN ? HIDDEN : p.hidden),
+          local_experts(p.experts / ranks),
+          rows(ranks * p.max_tokens) {}
+};
+
+// A call in the eyes of one thread.
+struct Call {
+    const LowLatencyParams& p;
+    Group group;
+    // Masked when the launch began.
+    u64 masked;
+
+    __device__ explicit Call(const LowLatencyParams& params)
+        : p(params), group(params.group), masked(params.shrink ? ld_relaxed_sys(params.masks) : 0) {}
+
+    __device__ __forceinline__ u32 me() const { return p.group.rank; }
+
+    __device__ __forceinline__ u64 half() const { return group.call & 1; }
+
+    __device__ __forceinline__ bool is_masked(u32 rank) const { return masked >> rank & 1; }
+
+    // Words that this call's number is in, in the region of `at`.
+    __device__ __forceinline__ u8* tagged(u32 at) const {
+        return group.base(at) + p.tagged_at + half() * p.tagged_half;
+    }
+
+    __device__ __forceinline__ u8* rows(u32 at) const { return group.base(at) + p.rows_at + half() * p.rows_half; }
+
+    // The flag of a chunk of `source`.
+    __device__ __forceinline__ u64* flag(u32 at, u32 source, u32 chunk) const {
+        return group.flag(at, u32(half()) * p.group.ranks + source, chunk);
+    }
+
+    // Called between two looks at a word that is not there yet. False: leave, or with `shrink`, if
+    // nobody gave up the buffer, go on without the peer.
+    __device__ __forceinline__ bool patient(u32& polls, u32 stage, u32 peer) const {
+        if (!p.shrink) return group.patient(polls, stage, peer);
+        polls++;
+        if (polls % 32 == 0 && ld_relaxed_sys(group.abort_word(me())) != 0) return false;
+        if (polls % 512 != 0) return true;
+        const bool gone = ld_relaxed_sys(p.group.gone) >> peer & 1;
+        // What a rank wrote before it went is there by the next time.
+        if (gone && polls < Group::GONE) {
+            polls |= Group::GONE;
+            return true;
+        }
+        return !gone && globaltimer() < group.deadline;
+    }
+
+    // Whether a wait that failed concerns only the peer.
+    __device__ __forceinline__ bool goes_on() const {
+        return p.shrink && ld_relaxed_sys(group.abort_word(me())) == 0;
+    }
+
+    __device__ __forceinline__ bool wait_word(const u64* address, u32& value, u32 stage, u32 peer) const {
+        u32 polls = 0;
+        u64 word;
+        while (u32((word = ld_relaxed_sys(address)) >> 32) != group.tag()) {
+            if (!patient(polls, stage, peer)) return false;
+        }
+        value = u32(word);
+        return true;
+    }
+
+    // Waits for a flag: what was written before it is seen afterwards.
+    __device__ __forceinline__ bool wait_flag(const u64* flag, u32& first, u32& end, u32 stage, u32 peer) const {
+        u32 polls = 0;
+        while (!group.test_flag(flag, first, end)) {
+            if (!patient(polls, stage, peer)) return false;
+        }
+        return true;
+    }
+
+    // Lets a rank know that the others go on without it.
+    __device__ void exclude(u32 rank) const {
+        atomicOr(p.masks, u64(1) << rank);
+        st_relaxed_sys(reinterpret_cast<u64*>(group.base(rank) + p.excluded_at) + me(), 1);
+    }
+
+    // Masks the ranks that go on without this one: they may use their landing memory for later
+    // calls. All threads.
+    __device__ void heed_exclusions() {
+        if (!p.shrink) return;
+        const u64 before = masked;
+        const u64* words = reinterpret_cast<const u64*>(group.base(me()) + p.excluded_at);
+        for (u32 r = 0; r < p.group.ranks; r++) {
+            if (r != me() && ld_relaxed_sys(words + r) != 0) masked |= u64(1) << r;
+        }
+        if (blockIdx.x == 0 && threadIdx.x == 0 && masked != before) atomicOr(p.masks, masked);
+    }
+
+    // What all blocks of a launch conclude about `rank`: the first to say something decides.
+    __device__ bool decide(u32 rank, bool here) const {
+        u64* decision = &p.shared->decisions[rank];
+        const u64 mine = group.call << 1 | here;
+        const u64 old = ld_relaxed_sys(decision);
+        u64 decided = old;
+        if (old >> 1 != group.call) {
+            decided = atomicCAS(decision, old, mine);
+            if (decided == old) {
+                decided = mine;
+                if (!here) exclude(rank);
+            }
+        }
+        return decided & 1;
+    }
+};
+
+// Ends a launch; called by all threads of all blocks. No thread of a launch reads the number that
+// the launch writes (a receive reads what its send wrote and the next send what the receive wrote),
+// so it needs no block to wait for another.
+__device__ inline void leave_call(const Call& call, bool failed) {
+    if (__syncthreads_or(failed) && threadIdx.x == 0) {
+        const GroupParams& p = call.p.group;
+        fence_acq_rel_gpu();
+        Report* report = p.report;
+        const u32 stage = atomicAdd(&p.state->failed, 0);
+        report->operation = p.operation;
+        report->stage = stage;
+        report->missing = atomicOr(&p.state->missing, 0);
+        report->abort = ld_relaxed_sys(call.group.abort_word(p.rank));
+        fence_acq_rel_sys();
+        const bool gone = ld_relaxed_sys(p.gone) & p.state->missing;
+        st_relaxed_sys(&report->failed, stage == STAGE_NONE ? 2u : gone ? 3u : 1u);
+    }
+    if (blockIdx.x != 0 || threadIdx.x != 0) return;
+    const GroupParams& p = call.p.group;
+    const u64 before = ld_relaxed_sys(&p.state->calls);
+    const bool over = call.p.phases & LL_RECEIVE || call.p.phases == LL_REJECT;
+    p.second_state->calls = over ? before + 1 : before;
+    // A reject has one block, and no other launch reads its number.
+    if (over && call.p.phases & LL_REJECT) p.state->calls = before + 1;
+}
+
+__device__ __forceinline__ i64 choice_at(const LowLatencyParams& p, u32 token, u32 k) {
+    const u64 at = token * p.topk.row_stride + k * p.topk.column_stride;
+    return p.index_bytes == 8 ? reinterpret_cast<const i64*>(p.topk.data)[at]
+                              : i64(reinterpret_cast<const i32*>(p.topk.data)[at]);
+}
+
+// Counters in shared memory, of the tokens before the one that is looked at.
+struct Counters {
+    // `[experts]`, `[ranks]`: tokens that chose each.
+    u32* experts;
+    u32* ranks;
+    // Lowest place of an id that is out of range.
+    u64* bad;
+};
+
+// The choices of up to 32 / top_k tokens as the lanes of a warp see them.
+struct Choices {
+    // -1: none.
+    i32 expert;
+    u32 rank;
+    // Lanes with the same token and expert, and with the same token and rank. 0: no choice.
+    u32 same_expert, same_rank;
+
+    // Lane `lane` has choice `k` of `token`, if `some`; `slot` tells tokens apart. All lanes.
+    __device__ Choices(const LowLatencyParams& p, const Shape& shape, const Counters& counters, u32 token, u32 k,
+                       u32 slot, bool some) {
+        const i64 id = some ? choice_at(p, token, k) : -1;
+        const bool valid = id >= 0 && id < p.experts;
+        if (id >= i64(p.experts)) atomicMin(counters.bad, u64(token) * shape.top_k + k);
+        expert = valid ? i32(id) : -1;
+        rank = valid ? u32(id) / shape.local_experts : 0;
+        same_expert = __match_any_sync(~0u, valid ? u32(id) * 32 + slot : ~0u);
+        same_rank = __match_any_sync(~0u, valid ? rank * 32 + slot : ~0u);
+        if (!valid) same_expert = same_rank = 0;
+    }
+
+    // Whether this lane is the first of those with the same expert, or rank.
+    __device__ __forceinline__ bool leads_expert() const {
+        return same_expert != 0 && u32(__ffs(same_expert)) - 1 == threadIdx.x % 32;
+    }
+
+    __device__ __forceinline__ bool leads_rank() const {
+        return same_rank != 0 && u32(__ffs(same_rank)) - 1 == threadIdx.x % 32;
+    }
+};
+
+// Counts the tokens before `end`. Called by all threads, with counters of zero; needs a barrier
+// before counters are read.
+__device__ inline void count_before(const LowLatencyParams& p, const Shape& shape, const Counters& counters, u32 end) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 tokens = 32 / shape.top_k, slot = lane / shape.top_k;
+    for (u32 first = warp * tokens; first < end; first += WARPS * tokens) {
+        const u32 token = first + slot;
+        const Choices choices(p, shape, counters, token, lane % shape.top_k, slot, slot < tokens && token < end);
+        if (choices.leads_expert()) atomicAdd(&counters.experts[choices.expert], 1);
+        if (choices.leads_rank()) atomicAdd(&counters.ranks[choices.rank], 1);
+    }
+}
+
+// The choices of the next token in one warp, and its places: how many rows this rank's tokens before
+// have at each chosen expert, and at its rank. Counts the token. All lanes.
+struct Places {
+    Choices choices;
+    u32 position, slot;
+
+    __device__ Places(const LowLatencyParams& p, const Shape& shape, const Counters& counters, u32 token)
+        : choices(p, shape, counters, token, threadIdx.x % 32, 0, threadIdx.x % 32 < shape.top_k) {
+        const bool some = choices.same_expert != 0;
+        position = some ? counters.experts[choices.expert] : 0;
+        slot = some ? counters.ranks[choices.rank] : 0;
+        __syncwarp();
+        if (choices.leads_expert()) counters.experts[choices.expert] = position + 1;
+        if (choices.leads_rank()) counters.ranks[choices.rank] = slot + 1;
+        __syncwarp();
+    }
+
+    // Local expert and position as one number.
+    __device__ __forceinline__ u32 place(const LowLatencyParams& p, const Shape& shape) const {
+        return (u32(choices.expert) - choices.rank * shape.local_experts) * p.max_tokens + position;
+    }
+};
+
+// Tells every rank, this one included, the terms of the call, and what it gets for each of its
+// experts if `counts` is not 0. One block.
+__device__ inline void announce(const Call& call, const Shape& shape, u64 bad, const u32* counts) {
+    const LowLatencyParams& p = call.p;
+    const u32 status = p.phases & LL_REJECT ? u32(STATUS_HOST) : bad == ~u64(0) ? u32(STATUS_OK) : u32(STATUS_EXPERT_ID);
+    if (status != STATUS_OK) {
+        const u8* host = reinterpret_cast<const u8*>(p.reject_text);
+        const u64 value =
+            status == STATUS_HOST ? 0 : u64(choice_at(p, u32(bad / shape.top_k), u32(bad % shape.top_k)));
+        for (u32 i = threadIdx.x; i < shape.ranks * TEXT_BYTES; i += THREADS) {
+            const u32 at = i % TEXT_BYTES, to = i / TEXT_BYTES;
+            if (call.is_masked(to)) continue;
+            call.group.text(to, call.me())[at] = status == STATUS_HOST ? host[at]
+                                                 : at < 8              ? u8(bad >> (at * 8))
+                                                 : at < 16             ? u8(value >> (at % 8 * 8))
+                                                                       : u8(0);
+        }
+        fence_acq_rel_sys();
+        __syncthreads();
+        fence_acq_rel_sys();
+    }
+    const u32 length = WORD_COUNTS + (counts ? shape.local_experts : 0);
+    for (u32 i = threadIdx.x; i < shape.ranks * length; i += THREADS) {
+        const u32 to = i / length, w = i % length;
+        if (call.is_masked(to)) continue;
+        const u32 value = w == WORD_TERMS       ? p.terms
+                          : w == WORD_ROW_BYTES ? shape.hidden * 2
+                          : w == WORD_EXPERTS   ? p.experts
+                          : w == WORD_SCALES    ? p.max_tokens
+                          : w == WORD_CHUNK     ? p.chunk_tokens
+                          : w == WORD_TOKENS    ? p.tokens
+                          : w == WORD_STATUS    ? status
+                          : w >= WORD_COUNTS    ? counts[to * shape.local_experts + w - WORD_COUNTS]
+                                                : 0;
+        st_relaxed_sys(call.group.announcement(to, call.me()) + w, call.group.word(value));
+    }
+}
+
+// All announcements as one block sees them, in shared memory.
+struct Sources {
+    Announced all;
+    // Ranks that were waited for in vain; ranks that take part.
+    u64 lost;
+    u64 present;
+    u32 failed;
+    // The most chunks of a source that takes part, and the most tokens of one.
+    u32 most_chunks, most_tokens;
+    // Clock cycles waited for each.
+    i64 waited[64];
+};
+
+// Chunks of a source's tokens.
+__device__ __forceinline__ u32 chunks_of(const Sources& sources, u32 source, u32 flags) {
+    const u32 chunk = sources.all.word(source, WORD_CHUNK), tokens = sources.all.word(source, WORD_TOKENS);
+    // No more than have a flag: a peer that wrote nonsense makes no flag outside them.
+    return chunk == 0 ? 0 : min((tokens + chunk - 1) / chunk, flags);
+}
+
+// Waits for the announcements; `counts`, if not 0, is in shared memory and gets those `[ranks]
+// [local_experts]` behind. False: a wait gave up. Called by all threads.
+__device__ inline bool gather(const Call& call, const Shape& shape, Sources& sources, u32* words, u32* counts) {
+    const u32 length = WORD_COUNTS + (counts ? shape.local_experts : 0);
+    if (threadIdx.x == 0) {
+        sources.all.words = words;
+        sources.all.ranks = shape.ranks;
+        sources.all.length = WORD_COUNTS;
+        sources.all.verdict = VERDICT_OK;
+        sources.all.verdict_rank = 0;
+        sources.lost = 0;
+        sources.failed = 0;
+        sources.most_chunks = sources.most_tokens = 0;
+    }
+    if (threadIdx.x < 64) sources.waited[threadIdx.x] = 0;
+    __syncthreads();
+    const i64 start = clock64();
+    for (u32 i = threadIdx.x; i < shape.ranks * length; i += THREADS) {
+        const u32 source = i / length, w = i % length;
+        u32 value = 0;
+        bool here = !call.is_masked(source);
+        if (here) {
+            here = call.wait_word(call.group.announcement(call.me(), source) + w, value, STAGE_COUNTS, source);
+            if (!here) {
+                atomicOr(&sources.lost, u64(1) << source);
+                if (!call.goes_on()) sources.failed = 1;
+            }
+            if (w == WORD_STATUS && source != call.me()) sources.waited[source] = clock64() - start;
+        }
+        if (w >= WORD_COUNTS) {
+            counts[source * shape.local_experts + w - WORD_COUNTS] = here ? value : 0;
+        } else {
+            words[source * WORD_COUNTS + w] = value;
+        }
+    }
+    __syncthreads();
+    const u64 everyone = shape.ranks == 64 ? ~u64(0) : (u64(1) << shape.ranks) - 1;
+    if (threadIdx.x == 0) sources.present = everyone & ~call.masked & ~sources.lost;
+    // Ranks that are not there do not disagree.
+    for (u32 i = threadIdx.x; i < shape.ranks * WORD_COUNTS; i += THREADS) {
+        const u32 source = i / WORD_COUNTS, w = i % WORD_COUNTS;
+        if (!call.is_masked(source) && !(sources.lost >> source & 1)) continue;
+        words[i] = w <= WORD_SCALES ? words[call.me() * WORD_COUNTS + w] : 0;
+    }
+    __syncthreads();
+    for (u32 s = threadIdx.x; s < shape.ranks; s += THREADS) {
+        atomicMax(&sources.most_chunks, chunks_of(sources, s, call.p.group.flags));
+        atomicMax(&sources.most_tokens, sources.all.word(s, WORD_CHUNK));
+    }
+    __syncthreads();
+    return sources.failed == 0;
+}
+
+// What all ranks conclude from the announcements. Called by all threads.
+__device__ inline void judge(const Shape& shape, Sources& sources) {
+    __shared__ u64 strongest;
+    if (threadIdx.x == 0) strongest = ~u64(0);
+    __syncthreads();
+    for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) {
+        const Announced& all = sources.all;
+        if (all.word(r, WORD_STATUS) != STATUS_OK) {
+            conclude(&strongest, VERDICT_REJECTED, r);
+            continue;
+        }
+        u32 first = 0;
+        while (first < r && all.word(first, WORD_STATUS) != STATUS_OK) first++;
+        for (u32 w = WORD_TERMS; w <= WORD_SCALES; w++) {
+            if (all.word(r, w) != all.word(first, w)) conclude(&strongest, VERDICT_DIFFER, r);
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        sources.all.verdict = strongest == ~u64(0) ? u32(VERDICT_OK) : u32(strongest >> 32);
+        sources.all.verdict_rank = u32(strongest);
+    }
+    __syncthreads();
+}
+
+// With `shrink`: waits for everything that every rank sends and agrees with the other blocks about
+// who takes part, so that all put rows at the same places. `wanted` are ranks whose flags are
+// expected, and how many chunks each has. False: a wait gave up. Called by all threads.
+template <class Chunks>
+__device__ inline bool settle(const Call& call, const Shape& shape, Sources& sources, const Chunks& chunks) {
+    if (!call.p.shrink) return true;
+    for (u32 s = 0; s < shape.ranks; s++) {
+        if (!(sources.present >> s & 1)) continue;
+        const u32 count = chunks(s);
+        for (u32 c = threadIdx.x; c < count; c += THREADS) {
+            u32 first, end;
+            if (call.wait_flag(call.flag(call.me(), s, c), first, end, STAGE_ROWS, s)) continue;
+            atomicOr(&sources.lost, u64(1) << s);
+            if (!call.goes_on()) sources.failed = 1;
+        }
+    }
+    __syncthreads();
+    if (sources.failed) return false;
+    u64 present = 0;
+    for (u32 s = threadIdx.x; s < shape.ranks; s += THREADS) {
+        if (call.is_masked(s)) continue;
+        if (call.decide(s, !(sources.lost >> s & 1))) present |= u64(1) << s;
+    }
+    if (threadIdx.x == 0) sources.present = 0;
+    __syncthreads();
+    if (present) atomicOr(&sources.present, present);
+    __syncthreads();
+    return true;
+}
+
+// Adds what block 0 waited for each rank. Called by all threads of it, after a barrier.
+__device__ inline void add_waits(const Shape& shape, const Sources& sources, u64 stats) {
+    if (!stats || blockIdx.x != 0) return;
+    for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) reinterpret_cast<i64*>(stats)[r] += sources.waited[r];
+}
+
+// Leaves a verdict for the host to find. One block.
+__device__ inline void tell(const Call& call, const Sources& sources) {
+    if (threadIdx.x != 0) return;
+    // The text of a reject was written before the words that were seen.
+    if (sources.all.verdict == VERDICT_REJECTED) fence_acq_rel_sys();
+    tell_verdict(call.group, sources.all, nullptr, 0);
+}
+
+// Takes part in a call that this rank rejects. One block.
+__device__ inline bool reject(const Call& call, const Shape& shape, Sources& sources, u32* words) {
+    if (!(call.p.phases & LL_RECEIVE)) announce(call, shape, 0, nullptr);
+    if (call.p.phases & LL_SEND) return true;
+    if (!gather(call, shape, sources, words, nullptr)) return false;
+    judge(shape, sources);
+    tell(call, sources);
+    return true;
+}
+
+// Warps that work on one row of so many 16-byte words, and which of them this one is.
+struct Team {
+    u32 warps, count, index, first;
+
+    __device__ Team(u32 words, u32 most, u32 available) {
+        warps = min(max((words + 31) / 32, 1u), most);
+        count = available / warps;
+        index = threadIdx.x / 32 / warps;
+        first = (threadIdx.x / 32 % warps) * 32;
+    }
+
+    __device__ __forceinline__ bool works() const { return index < count; }
+    __device__ __forceinline__ u32 stride() const { return warps * 32; }
+};
+
+// 16 bytes of a caller's row, which may lie at any even address.
+__device__ __forceinline__ uint4 load_word(const u8* row, u32 word, bool aligned) {
+    if (aligned) return ld_input(reinterpret_cast<const uint4*>(row) + word);
+    const volatile u16* from = reinterpret_cast<const volatile u16*>(row) + word * 8;
+    u32 part[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) part[i] = u32(from[2 * i]) | u32(from[2 * i + 1]) << 16;
+    return make_uint4(part[0], part[1], part[2], part[3]);
+}
+
+// The same for storing, at any address.
+__device__ __forceinline__ void store_word(u8* row, u32 word, uint4 value, bool aligned) {
+    if (aligned) {
+        reinterpret_cast<uint4*>(row)[word] = value;
+        return;
+    }
+    const u32 part[4] = {value.x, value.y, value.z, value.w};
+    u8* to = row + u64(word) * 16;
+#pragma unroll
+    for (int i = 0; i < 16; i++) to[i] = u8(part[i / 4] >> (i % 4 * 8));
+}

@@ -1,0 +1,556 @@
+// Low-latency combine. The protocol is described in engine/low_latency/mod.rs.
+//
+// Constants, each 0 if it is known only at run time: RANKS, TOP_K, HIDDEN, WIRE.
+
+#include "logfmt.cuh"
+#include "low_latency.cuh"
+
+// The last warp publishes what the others have written.
+constexpr u32 DATA_WARPS = WARPS - 1;
+// Rows that a lane loads before it adds the first: of this rank's experts, and sums of ranks.
+#if __CUDA_ARCH__ < 900
+constexpr int PARTS_AHEAD = WIRE == WIRE_LOGFMT ? 1 : 2;
+#else
+constexpr int PARTS_AHEAD = WIRE == WIRE_LOGFMT ? 2 : TOP_K > 8 ? 3 : 4;
+#endif
+constexpr int SUMS_AHEAD = 4;
+
+__device__ __forceinline__ u32 wire_of(const LowLatencyParams& p) { return WIRE ? WIRE : p.format; }
+
+// Dynamic shared memory. `shared_bytes` in engine/low_latency/combine.rs sizes it.
+struct Shared {
+    // Sending.
+    Counters counters;
+    // `[local_experts][ranks]`: where the rows of each source begin.
+    u32* begin;
+    // `[ranks][WORD_COUNTS]`
+    u32* words;
+    // `[turns][ranks]`: warps that have written a token's sum.
+    u32* done;
+
+    __device__ Shared(u32* at, u64* bad, const LowLatencyParams& p, const Shape& shape) {
+        const auto take = [&](u32 count) {
+            u32* taken = at;
+            at += count;
+            return taken;
+        };
+        words = take(shape.ranks * WORD_COUNTS);
+        counters.experts = take(p.experts);
+        counters.ranks = take(shape.ranks);
+        counters.bad = bad;
+        begin = counters.experts;
+        done = take(turns(p) * shape.ranks);
+    }
+
+    // Chunks of a source that a block works on, at most.
+    static __device__ __forceinline__ u32 turns(const LowLatencyParams& p) {
+        return (p.group.flags + gridDim.x - 1) / gridDim.x;
+    }
+};
+
+// Announces, and tells every rank the weights of this rank's choices and where the rows are that
+// they belong to. Waits for nobody.
+__device__ inline void send(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
+                            const Shared& shared) {
+    const LowLatencyParams& p = call.p;
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 begin = min(blockIdx.x * p.chunk_tokens, p.tokens);
+    const u32 end = min(begin + p.chunk_tokens, p.tokens);
+    for (u32 i = threadIdx.x; i < p.experts; i += THREADS) shared.counters.experts[i] = 0;
+    for (u32 i = threadIdx.x; i < shape.ranks; i += THREADS) shared.counters.ranks[i] = 0;
+    __syncthreads();
+    count_before(p, shape, shared.counters, begin);
+    __syncthreads();
+    if (warp == 0) {
+        for (u32 token = begin; token < end; token++) {
+            u32 weight = 0;
+            if (lane < shape.top_k) {
+                const u64 at = token * params.weights.row_stride + lane * params.weights.column_stride;
+                weight = reinterpret_cast<const u32*>(params.weights.data)[at];
+            }
+            const Places places(p, shape, shared.counters, token);
+            if (lane >= shape.top_k) continue;
+            const u32 place = places.place(p, shape);
+            const u64 entry = ((u64(call.me()) * p.max_tokens + token) * shape.top_k + lane) * 2;
+            for (u32 i = 1; i <= shape.ranks; i++) {
+                // Other ranks first: these are on their way while this rank's own are written.
+                const u32 to = (call.me() + i) % shape.ranks;
+                if (call.is_masked(to)) continue;
+                const bool concerns = places.choices.expert >= 0 && places.choices.rank == to;
+                st_relaxed_sys(reinterpret_cast<u64*>(call.tagged(to)) + entry,
+                               call.group.word(concerns ? place : NO_PLACE), call.group.word(weight));
+            }
+        }
+    }
+    if (threadIdx.x == 0) {
+        atomicAdd(&p.shared->wire_bytes, u64(end - begin) * shape.ranks * shape.top_k * 16);
+    }
+    if (blockIdx.x != gridDim.x - 1) return;
+    __syncthreads();
+    // The last block has counted all tokens.
+    announce(call, shape, *shared.counters.bad, nullptr);
+}
+
+// The tagged words of a token's choices in this rank's landing memory.
+__device__ __forceinline__ const u64* choice_words(const Call& call, const Shape& shape, u32 owner, u32 token) {
+    const u64 entry = ((u64(owner) * call.p.max_tokens + token) * shape.top_k + threadIdx.x % 32) * 2;
+    return reinterpret_cast<const u64*>(call.tagged(call.me())) + entry;
+}
+
+// The rows of this rank's experts for a token, in its lanes' order of choices.
+struct Parts {
+    // Where the row should be, or 0; its weight; the token that the row is of.
+    u64 row;
+    float weight;
+    u32 found;
+    // Lanes with a choice of this rank's experts, and of those the ones with a row.
+    u32 chosen, lanes;
+
+    __device__ __forceinline__ u64 row_of(u32 lane) const { return __shfl_sync(~0u, row, lane); }
+    __device__ __forceinline__ float weight_of(u32 lane) const { return __shfl_sync(~0u, weight, lane); }
+
+    __device__ __forceinline__ void locate(const LowLatencyCombineParams& params, u32 expert, u32 number, bool some) {
+        row = some ? params.x.data + expert * params.x.strides[0] + number * params.x.strides[1] : 0;
+        lanes = __ballot_sync(~0u, some);
+    }
+
+    // Whether every row is its owner's token's. All lanes.
+    __device__ __forceinline__ bool verified(u32 token) const {
+        return !__any_sync(~0u, (chosen >> threadIdx.x % 32 & 1) && found != token);
+    }
+
+    // Looks for rows that are not where their owner expects them, because its choices were others
+    // when the token was dispatched. All lanes.
+    __device__ void search(const LowLatencyCombineParams& params, const Call& call, const Shape& shape, u32 owner,
+                           u32 token) {
+        u32 expert = 0, number = 0;
+        bool some = false;
+        if (chosen >> threadIdx.x % 32 & 1) {
+            expert = u32(ld_relaxed_sys(choice_words(call, shape, owner, token))) / call.p.max_tokens;
+            const u64 at = u64(expert) * shape.ranks + owner;
+            const u64 range = reinterpret_cast<const volatile u64*>(params.layout_range)[at];
+            const volatile u32* info = reinterpret_cast<const volatile u32*>(params.src_info) + u64(expert) * shape.rows;
+            const u32 end = u32(min((range >> 32) + u32(range), u64(shape.rows)));
+            number = u32(range >> 32);
+            while (number < end && info[number] != token) number++;
+            some = number < end;
+        }
+        __syncwarp();
+        locate(params, expert, number, some);
+        found = token;
+    }
+};
+
+// Waits for a token's weights and finds its rows, to be verified. False: a wait gave up. All lanes.
+__device__ inline bool find_parts(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
+                                  const Shared& shared, u32 owner, u32 token, Parts& parts) {
+    const u32 lane = threadIdx.x % 32, most = call.p.max_tokens;
+    u32 place = NO_PLACE;
+    parts.weight = 0.0f;
+    bool here = true;
+    if (lane < shape.top_k) {
+        const u64* words = choice_words(call, shape, owner, token);
+        u64 first, second;
+        u32 polls = 0;
+        ld_relaxed_sys(words, first, second);
+        while (here && (u32(first >> 32) != call.group.tag() || u32(second >> 32) != call.group.tag())) {
+            here = call.patient(polls, STAGE_WEIGHTS, owner);
+            ld_relaxed_sys(words, first, second);
+        }
+        if (here) place = u32(first), parts.weight = __uint_as_float(u32(second));
+    }
+    if (!__all_sync(~0u, here)) return false;
+    const u32 expert = place / most;
+    const bool chosen = place != NO_PLACE && expert < shape.local_experts;
+    const u32 number = chosen ? shared.begin[expert * shape.ranks + owner] + place % most : ~0u;
+    const bool inside = number < shape.rows;
+    parts.found = ~0u;
+    if (inside) {
+        parts.found = reinterpret_cast<const volatile u32*>(params.src_info)[u64(expert) * shape.rows + number];
+    }
+    parts.chosen = __ballot_sync(~0u, chosen);
+    parts.locate(params, expert, number, inside);
+    return true;
+}
+
+// sum = fma(weight, word, sum)
+__device__ __forceinline__ void add_weighted(float* sum, uint4 word, float weight) {
+    const u32 part[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        sum[2 * i] = __fmaf_rn(weight, __uint_as_float(part[i] << 16), sum[2 * i]);
+        sum[2 * i + 1] = __fmaf_rn(weight, __uint_as_float(part[i] & 0xffff0000u), sum[2 * i + 1]);
+    }
+}
+
+__device__ __forceinline__ uint4 round_word(const float* sum) {
+    return make_uint4(cvt_bf16x2(sum[0], sum[1]), cvt_bf16x2(sum[2], sum[3]), cvt_bf16x2(sum[4], sum[5]),
+                      cvt_bf16x2(sum[6], sum[7]));
+}
+
+// Words of the rows of the lowest lanes of `lanes`, which it takes off: AHEAD of them are loaded
+// before the first is added.
+template <int AHEAD>
+struct Batch {
+    u32 taken;
+    uint4 value[AHEAD];
+
+    // `word(lane, some)` loads one, if there is `some`. All lanes.
+    template <class Word>
+    __device__ __forceinline__ void load(u32& lanes, const Word& word) {
+        taken = lanes;
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            value[i] = word((__ffs(lanes) - 1) & 31, lanes != 0);
+            lanes &= lanes - 1;
+        }
+    }
+
+    // Adds each with its `weight(lane)`. All lanes.
+    template <class Weight>
+    __device__ __forceinline__ void add_to(float* sum, const Weight& weight) const {
+        u32 lanes = taken;
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            const float by = weight((__ffs(lanes) - 1) & 31);
+            if (lanes != 0) add_weighted(sum, value[i], by);
+            lanes &= lanes - 1;
+        }
+    }
+};
+
+// Writes the sum of a token's rows to `to`. False: a row is not the token's, nothing was written. All
+// lanes of all warps of the team.
+__device__ inline bool write_sum(const Shape& shape, const Team& team, const Parts& parts, u32 token, u8* to,
+                                 bool aligned, u32 wire, u32* written) {
+    const u32 words = shape.hidden / 8;
+    u32 word = team.first + threadIdx.x % 32;
+    const auto load = [&](u32 lane, bool some) {
+        const u8* row = reinterpret_cast<const u8*>(parts.row_of(lane));
+        return some && word < words ? load_word(row, word, aligned) : make_uint4(0, 0, 0, 0);
+    };
+    const auto weight = [&](u32 lane) { return parts.weight_of(lane); };
+    float sum[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    u32 rest = parts.lanes;
+    bool verified = false;
+    for (;;) {
+        Batch<PARTS_AHEAD> batch;
+        batch.load(rest, load);
+        // The first words are on their way while rows are verified.
+        if (!verified && !parts.verified(token)) return false;
+        verified = true;
+        batch.add_to(sum, weight);
+        if (rest != 0) continue;
+        if (wire == WIRE_LOGFMT) {
+            logfmt_encode(to, word, shape.hidden, sum, written);
+        } else if (word < words) {
+            reinterpret_cast<uint4*>(to)[word] = round_word(sum);
+        }
+        word += team.stride();
+        if (word - threadIdx.x % 32 >= words) return true;
+        rest = parts.lanes;
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum[i] = 0.0f;
+    }
+}
+
+// Copies each row to its choice's slot; a row that is not there counts as zeros. All lanes of all
+// warps of the team.
+__device__ inline void write_rows(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
+                                  const Team& team, Parts& parts, u32 owner, u32 token, u8* to, bool aligned) {
+    const u32 words = shape.hidden / 8, lane = threadIdx.x % 32;
+    const u64 stride = params.common.row_stride;
+    if (!parts.verified(token)) parts.search(params, call, shape, owner, token);
+    for (u32 rest = parts.chosen; rest != 0; rest &= rest - 1) {
+        const u32 k = __ffs(rest) - 1;
+        const u8* row = reinterpret_cast<const u8*>(parts.row_of(k));
+        for (u32 word = team.first + lane; word < words; word += team.stride()) {
+            const uint4 value = row ? load_word(row, word, aligned) : make_uint4(0, 0, 0, 0);
+            reinterpret_cast<uint4*>(to + k * stride)[word] = value;
+        }
+    }
+}
+
+// A block's turns at the chunks of all owners, in the order in which it works on them: other ranks'
+// first. `turn` counts chunks of one owner.
+struct Turns {
+    const Call& call;
+    const Shape& shape;
+    const Sources& sources;
+
+    __device__ u32 count() const {
+        const u32 chunks = sources.most_chunks;
+        return chunks > blockIdx.x ? ((chunks - blockIdx.x - 1) / gridDim.x + 1) * shape.ranks : 0;
+    }
+
+    // Tokens of the turn's chunk; 0 if there is none.
+    __device__ u32 find(u32 turn, u32& owner, u32& chunk, u32& first) const {
+        owner = (call.me() + 1 + turn % shape.ranks) % shape.ranks;
+        chunk = blockIdx.x + turn / shape.ranks * gridDim.x;
+        if (!(sources.present >> owner & 1) || chunk >= call.p.group.flags) return 0;
+        const u32 grain = sources.all.word(owner, WORD_CHUNK);
+        const u32 tokens = min(sources.all.word(owner, WORD_TOKENS), call.p.max_tokens);
+        const u64 begin = u64(chunk) * grain;
+        first = u32(begin);
+        return begin < tokens ? min(grain, tokens - first) : 0;
+    }
+};
+
+// Publishes chunks as they become complete: all that are, behind one fence. The last warp.
+__device__ inline void publish(const Call& call, const Shared& shared, const Turns& turns, const Team& team,
+                               u32* stopped) {
+    const u32 lane = threadIdx.x % 32;
+    for (u32 first = 0; first < turns.count();) {
+        u32 end = first;
+        // Lane l looks at turn first + l.
+        u32 owner = 0, chunk = 0, token;
+        const u32 turn = first + lane;
+        const u32 tokens = turn < turns.count() ? turns.find(turn, owner, chunk, token) : 0;
+        const bool exists = turn < turns.count();
+        while (end == first) {
+            const bool over = exists && ld_acquire_shared(&shared.done[turn]) >= tokens * team.warps;
+            const u32 pending = ~__ballot_sync(~0u, over);
+            end = first + (pending == 0 ? 32 : __ffs(pending) - 1);
+            if (end == first && __shfl_sync(~0u, ld_acquire_shared(stopped), 0)) return;
+        }
+        if (turn < end && tokens != 0) {
+            // Sums were written by other warps, whose counts were acquired above.
+            fence_acq_rel_sys();
+            st_relaxed_sys(call.flag(owner, call.me(), chunk), call.group.word(0), call.group.word(0));
+        }
+        __syncwarp();
+        first = end;
+    }
+}
+
+// Of the warps of a block, in shared memory.
+struct Progress {
+    // Warps whose wait gave up.
+    u32 stopped;
+    // Bytes of sums.
+    u32 written;
+};
+
+// Sums this block's share of all ranks' tokens. False: a wait gave up.
+__device__ inline bool write_partials(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
+                                      const Shared& shared, const Sources& sources, Progress& block) {
+    const LowLatencyParams& p = call.p;
+    const u32 wire = wire_of(p), words = shape.hidden / 8;
+    // Two words per lane, so that two tokens of the usual size are in work.
+    const Team team((words + 1) / 2, DATA_WARPS, DATA_WARPS);
+    const Turns turns{call, shape, sources};
+    if (threadIdx.x / 32 == DATA_WARPS) {
+        publish(call, shared, turns, team, &block.stopped);
+        return true;
+    }
+    if (!team.works()) return true;
+    const u32 lane = threadIdx.x % 32;
+    const bool aligned = ALIGNED || (params.x.data | params.x.strides[0] | params.x.strides[1]) % 16 == 0;
+    // Fewer than 2^32, as tokens of all ranks are.
+    for (u32 at = team.index; at < turns.count() * sources.most_tokens; at += team.count) {
+        const u32 turn = at / sources.most_tokens, index = at % sources.most_tokens;
+        u32 owner, chunk, first;
+        if (index >= turns.find(turn, owner, chunk, first)) continue;
+        const u32 token = first + index;
+        Parts parts;
+        if (!find_parts(params, call, shape, shared, owner, token, parts)) {
+            // A rank that went away gets nothing more.
+            if (call.goes_on()) {
+                if (lane == 0) call.exclude(owner);
+                parts.chosen = 0;
+            } else {
+                if (lane == 0) red_release_shared(&block.stopped, 1);
+                return false;
+            }
+        }
+        if (parts.chosen != 0 && wire == WIRE_EXACT) {
+            u8* to = call.rows(owner) + u64(token) * shape.top_k * p.row_stride;
+            write_rows(params, call, shape, team, parts, owner, token, to, aligned);
+        } else if (parts.chosen != 0) {
+            u8* to = call.rows(owner) + (u64(call.me()) * p.max_tokens + token) * p.row_stride;
+            for (;;) {
+                if (write_sum(shape, team, parts, token, to, aligned, wire, &block.written)) break;
+                parts.search(params, call, shape, owner, token);
+            }
+        }
+        if (wire != WIRE_LOGFMT && team.first == 0 && lane == 0) {
+            atomicAdd(&block.written, (wire == WIRE_EXACT ? __popc(parts.chosen) : u32(parts.chosen != 0)) * words * 16);
+        }
+        __syncwarp();
+        if (lane == 0) red_release_shared(&shared.done[turn], 1);
+    }
+    return true;
+}
+
+// Waits for all ranks' weights and writes the sums of this rank's experts. False: a wait gave up.
+__device__ inline bool partials(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
+                                const Shared& shared, Sources& sources) {
+    __shared__ Progress block;
+    if (threadIdx.x == 0) block.stopped = block.written = 0;
+    // Behind the counters, which are not needed any more.
+    __syncthreads();
+    const u32 ranges = shape.local_experts * shape.ranks;
+    for (u32 i = threadIdx.x; i < ranges; i += THREADS) {
+        shared.begin[i] = u32(reinterpret_cast<const u64*>(params.layout_range)[i] >> 32);
+    }
+    for (u32 i = threadIdx.x; i < Shared::turns(call.p) * shape.ranks; i += THREADS) shared.done[i] = 0;
+    if (!gather(call, shape, sources, shared.words, nullptr)) return false;
+    judge(shape, sources);
+    if (blockIdx.x == 0) {
+        tell(call, sources);
+        // The receiving launch of this rank reads it.
+        if (threadIdx.x == 0) call.p.shared->verdict = call.group.word(sources.all.verdict);
+        if (call.p.shrink) {
+            for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) {
+                if (sources.lost >> r & 1) call.exclude(r);
+            }
+        }
+        add_waits(shape, sources, params.wait_stats);
+    }
+    if (sources.all.verdict != VERDICT_OK) return true;
+    const bool here = write_partials(params, call, shape, shared, sources, block);
+    __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(&call.p.shared->wire_bytes, u64(block.written));
+    return here;
+}
+
+// The ranks that have a sum for a token, as bits, and this lane's choice.
+struct Expected {
+    u64 ranks;
+    // Lanes whose choice counts.
+    u32 lanes;
+    u32 rank;
+
+    __device__ Expected(const LowLatencyParams& p, const Shape& shape, u64 present, u32 token) {
+        const u32 lane = threadIdx.x % 32;
+        const i64 id = lane < shape.top_k ? choice_at(p, token, lane) : -1;
+        rank = id >= 0 && id < p.experts ? u32(id) / shape.local_experts : 64;
+        const bool counts = rank < 64 && present >> rank & 1;
+        lanes = __ballot_sync(~0u, counts);
+        const u32 low = __reduce_or_sync(~0u, counts && rank < 32 ? 1u << rank : 0u);
+        const u32 high = RANKS && RANKS <= 32 ? 0 : __reduce_or_sync(~0u, counts && rank >= 32 ? 1u << (rank - 32) : 0u);
+        ranks = u64(high) << 32 | low;
+    }
+};
+
+// Waits for the sums of a token. False: a wait gave up. All lanes.
+__device__ inline bool wait_parts(const Call& call, Sources& sources, u64 ranks, u32 token, i64 start) {
+    const u32 lane = threadIdx.x % 32;
+    bool here = true;
+    for (u32 r = lane; r < (RANKS ? RANKS : call.p.group.ranks) && here; r += 32) {
+        if (!(ranks >> r & 1)) continue;
+        u32 first, second;
+        here = call.wait_flag(call.flag(call.me(), r, token / call.p.chunk_tokens), first, second, STAGE_ROWS, r);
+        if (blockIdx.x == 0 && r != call.me()) atomicMax(&sources.waited[r], clock64() - start);
+    }
+    here = __all_sync(~0u, here);
+    // What lanes have seen published, all read.
+    __syncwarp();
+    return here;
+}
+
+// Sums what came back for a token. All lanes of all warps of the team.
+__device__ inline void sum_token(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
+                                 const Team& team, const Expected& expected, u32 token, bool aligned) {
+    const LowLatencyParams& p = call.p;
+    const u32 wire = wire_of(p), words = shape.hidden / 8, lane = threadIdx.x % 32;
+    const u8* rows = call.rows(call.me());
+    u8* out = reinterpret_cast<u8*>(params.out) + token * params.out_stride;
+    float weight = 0.0f;
+    if (wire == WIRE_EXACT && lane < shape.top_k) {
+        const u64 at = token * params.weights.row_stride + lane * params.weights.column_stride;
+        weight = reinterpret_cast<const float*>(params.weights.data)[at];
+    }
+#pragma unroll 1
+    for (u32 first = team.first; first < words; first += team.stride()) {
+        const u32 word = first + lane;
+        float sum[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+        if (wire == WIRE_LOGFMT) {
+            for (u64 rest = word < words ? expected.ranks : 0; rest != 0; rest &= rest - 1) {
+                const u32 rank = __ffsll(rest) - 1;
+                logfmt_add(rows + (u64(rank) * p.max_tokens + token) * p.row_stride, word, shape.hidden, sum);
+            }
+        } else if (wire == WIRE_EXACT) {
+            const auto load = [&](u32 k, bool some) {
+                const u8* row = rows + (u64(token) * shape.top_k + k) * p.row_stride;
+                return some && word < words ? ld_landed(reinterpret_cast<const uint4*>(row) + word)
+                                            : make_uint4(0, 0, 0, 0);
+            };
+            for (u32 rest = expected.lanes; rest != 0;) {
+                Batch<SUMS_AHEAD> batch;
+                batch.load(rest, load);
+                batch.add_to(sum, [&](u32 k) { return __shfl_sync(~0u, weight, k); });
+            }
+        } else {
+            for (u32 base = 0; base < shape.ranks; base += 32) {
+                const auto load = [&](u32 rank, bool some) {
+                    const u8* row = rows + (u64(base + rank) * p.max_tokens + token) * p.row_stride;
+                    return some && word < words ? ld_landed(reinterpret_cast<const uint4*>(row) + word)
+                                                : make_uint4(0, 0, 0, 0);
+                };
+                for (u32 rest = u32(expected.ranks >> base); rest != 0;) {
+                    Batch<SUMS_AHEAD> batch;
+                    batch.load(rest, load);
+                    batch.add_to(sum, [](u32) { return 1.0f; });
+                }
+            }
+        }
+        if (word < words) store_word(out, word, round_word(sum), aligned);
+    }
+}
+
+// Waits for the sums of this rank's tokens and adds them up. False: a wait gave up.
+__device__ inline bool receive(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
+                               Sources& sources) {
+    const LowLatencyParams& p = call.p;
+    // The send has waited for all ranks, so a call that was given up needs nothing more. A verdict of
+    // an earlier call: the send failed.
+    if (p.discard || ld_relaxed_sys(&p.shared->verdict) != call.group.word(VERDICT_OK)) return true;
+    const i64 start = clock64();
+    if (threadIdx.x == 0) {
+        const u64 everyone = shape.ranks == 64 ? ~u64(0) : (u64(1) << shape.ranks) - 1;
+        sources.present = everyone & ~call.masked;
+        sources.lost = 0;
+        sources.failed = 0;
+    }
+    if (threadIdx.x < 64) sources.waited[threadIdx.x] = 0;
+    __syncthreads();
+    const u32 chunks = (p.tokens + p.chunk_tokens - 1) / p.chunk_tokens;
+    if (!settle(call, shape, sources, [&](u32) { return chunks; })) return false;
+    const Team team(shape.hidden / 8, WARPS, WARPS);
+    const bool aligned = ALIGNED || (params.out | params.out_stride) % 16 == 0;
+    const u64 stride = u64(team.count) * gridDim.x;
+    bool here = true;
+    for (u64 at = u64(team.index) * gridDim.x + blockIdx.x; team.works() && at < p.tokens && here; at += stride) {
+        const Expected expected(p, shape, sources.present, u32(at));
+        here = p.shrink || wait_parts(call, sources, expected.ranks, u32(at), start);
+        if (here) sum_token(params, call, shape, team, expected, u32(at), aligned);
+    }
+    if (blockIdx.x != 0) return here;
+    __syncthreads();
+    add_waits(shape, sources, params.wait_stats);
+    return here;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    low_latency_combine(const __grid_constant__ LowLatencyCombineParams params) {
+    extern __shared__ __align__(16) u32 memory[];
+    __shared__ Sources sources;
+    __shared__ u64 bad;
+    const LowLatencyParams& p = params.common;
+    const Shape shape(p);
+    Call call(p);
+    if (threadIdx.x == 0) bad = ~u64(0);
+    const Shared shared(memory, &bad, p, shape);
+    call.heed_exclusions();
+    bool here = true;
+    if (p.phases & LL_REJECT) {
+        here = reject(call, shape, sources, shared.words);
+    } else if (p.phases & LL_RECEIVE) {
+        here = receive(params, call, shape, sources);
+    } else {
+        if (p.phases & LL_SEND) send(params, call, shape, shared);
+        if (p.phases & LL_PARTIALS) here = partials(params, call, shape, shared, sources);
+    }
+    leave_call(call, !here);
+}

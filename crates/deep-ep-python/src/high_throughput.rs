@@ -1,0 +1,261 @@
+//! High-throughput calls.
+
+use std::sync::Arc;
+
+use deep_ep::{
+    Call, CombineInput, CombineOutput, DispatchHandle, DispatchInput, DispatchOutput, Landing,
+    Layout, Rank, Result, Routes, Stream, TopK,
+};
+use pyo3::prelude::*;
+
+use crate::{
+    buffer::Buffer,
+    errors::raise,
+    memory::{Memory, View},
+    tensor::{Spec, read_optional, write_optional},
+};
+
+/// The tensors of a handle from which it is rebuilt: `rank_prefix_matrix`, `recv_src_idx`,
+/// `is_token_in_rank`.
+#[derive(FromPyObject)]
+pub(crate) struct HandleTensors(Spec, Spec, Spec);
+
+impl HandleTensors {
+    fn handle(&self, rank: Rank) -> Result<DispatchHandle> {
+        // SAFETY: Python keeps the tensors while it passes them, which is longer than this call.
+        let (prefix, source, routes) = unsafe {
+            (
+                self.0.read("handle (rank_prefix_matrix)")?,
+                self.1.read("handle (recv_src_idx)")?,
+                self.2.read("handle (is_token_in_rank)")?,
+            )
+        };
+        DispatchHandle::from_parts(rank, prefix, source, routes)
+    }
+}
+
+/// Arguments of a dispatch. Exactly one of `layout` and `handle` is given.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct DispatchArguments {
+    x: Spec,
+    scales: Option<Spec>,
+    /// `is_token_in_rank`, `num_tokens_per_rank`, `num_tokens_per_expert`.
+    layout: Option<(Spec, Spec, Spec)>,
+    handle: Option<HandleTensors>,
+    topk_idx: Option<Spec>,
+    topk_weights: Option<Spec>,
+    expert_alignment: usize,
+    num_worst_tokens: Option<usize>,
+    num_sms: usize,
+    stream: usize,
+}
+
+/// Where rows go, owned.
+enum Where {
+    Layout(Layout),
+    Handle(DispatchHandle),
+}
+
+impl DispatchArguments {
+    fn routes(&self, rank: Rank) -> Result<Where> {
+        if let Some(handle) = &self.handle {
+            return Ok(Where::Handle(handle.handle(rank)?));
+        }
+        let Some((routes, ranks, experts)) = &self.layout else {
+            return Err(deep_ep::Error::invalid(
+                "is_token_in_rank",
+                "None",
+                "must be given when there is no handle",
+            ));
+        };
+        // SAFETY: as in `HandleTensors::handle`.
+        let layout = unsafe {
+            Layout::from_parts(
+                routes.read("is_token_in_rank")?,
+                ranks.read("num_tokens_per_rank")?,
+                experts.read("num_tokens_per_expert")?,
+            )?
+        };
+        Ok(Where::Layout(layout))
+    }
+
+    /// The input.
+    ///
+    /// # Safety
+    /// The tensors that Python passed must outlive `'a`.
+    unsafe fn input<'a>(&self, routes: &'a Where) -> Result<DispatchInput<'a>> {
+        // SAFETY: the caller's promise.
+        let (x, scales, idx, weights) = unsafe {
+            (
+                self.x.read("x")?,
+                read_optional(&self.scales, "x[1] (scales)")?,
+                read_optional(&self.topk_idx, "topk_idx")?,
+                read_optional(&self.topk_weights, "topk_weights")?,
+            )
+        };
+        let topk = idx.map(|idx| TopK { idx, weights });
+        let routes = match routes {
+            Where::Layout(layout) => Routes::Layout { layout, topk },
+            Where::Handle(handle) => Routes::Handle(handle),
+        };
+        Ok(DispatchInput {
+            scales,
+            expert_alignment: self.expert_alignment,
+            num_worst_tokens: self.num_worst_tokens,
+            landing: Landing::Caller,
+            num_sms: Some(self.num_sms),
+            // SAFETY: Python holds the stream while the call runs.
+            stream: unsafe { Stream::from_raw(self.stream) },
+            ..DispatchInput::new(x, routes)
+        })
+    }
+}
+
+/// Outputs of a dispatch, as `allocate` returns them: `recv_x`, its scales, `recv_topk_idx`,
+/// `recv_topk_weights`.
+#[derive(FromPyObject)]
+struct Outputs(Spec, Option<Spec>, Option<Spec>, Option<Spec>);
+
+pub(crate) fn layout(
+    buffer: &Buffer,
+    py: Python<'_>,
+    topk_idx: &Spec,
+    num_experts: usize,
+) -> PyResult<(Memory, Option<Memory>, Memory, Memory)> {
+    let inner = buffer.inner()?;
+    let made = py.detach(|| {
+        // SAFETY: Python keeps the tensor during the call.
+        let topk_idx = unsafe { topk_idx.read("topk_idx")? };
+        inner.dispatch_layout(topk_idx, num_experts)
+    });
+    let layout = Arc::new(made.map_err(|error| raise(py, &error))?);
+    let memory = |tensor| Memory::new(View::of(&tensor), layout.clone());
+    Ok((
+        memory(layout.num_tokens_per_rank()),
+        layout.num_tokens_per_node().map(memory),
+        memory(layout.num_tokens_per_expert()),
+        memory(layout.is_token_in_rank()),
+    ))
+}
+
+pub(crate) fn dispatch(
+    buffer: &Buffer,
+    py: Python<'_>,
+    arguments: &DispatchArguments,
+    allocate: &Bound<'_, PyAny>,
+) -> PyResult<(Vec<usize>, Option<Vec<Memory>>)> {
+    let inner = buffer.inner()?;
+    let prepared = py.detach(|| arguments.routes(inner.rank()));
+    let routes = buffer.prepared(py, Call::Dispatch, prepared)?;
+    // SAFETY: Python keeps the tensors until this function returns, and the call is over by then.
+    let prepared = unsafe { arguments.input(&routes) };
+    let input = buffer.prepared(py, Call::Dispatch, prepared)?;
+    let (pending, rows) = buffer.run(py, |buffer| {
+        let mut pending = buffer.dispatch(input)?;
+        let rows = pending.counts()?.output_rows;
+        Ok((pending, rows))
+    })?;
+    // Dropping the pending call when this fails tells the peers.
+    let outputs: Outputs = allocate.call1((rows,))?.extract()?;
+    let (counts, handle) = buffer.run(py, move |_| {
+        // SAFETY: as for the inputs; nobody else knows the new tensors.
+        let outputs = unsafe {
+            DispatchOutput {
+                x: outputs.0.write("recv_x")?,
+                scales: write_optional(&outputs.1, "recv_x[1] (scales)")?,
+                topk_idx: write_optional(&outputs.2, "recv_topk_idx")?,
+                topk_weights: write_optional(&outputs.3, "recv_topk_weights")?,
+            }
+        };
+        pending.finish_into(outputs)
+    })?;
+    let handle = arguments.handle.is_none().then(|| parts(&handle));
+    Ok((counts.tokens_per_expert, handle))
+}
+
+/// The tensors that a handle consists of, in the order of the tuple.
+fn parts(handle: &DispatchHandle) -> Vec<Memory> {
+    let owner = Arc::new(handle.clone());
+    let memory = |tensor| Memory::new(View::of(&tensor), owner.clone());
+    vec![
+        memory(owner.rank_prefix_matrix()),
+        memory(owner.channel_prefix_matrix()),
+        memory(owner.recv_channel_prefix_matrix()),
+        memory(owner.recv_src_idx()),
+        memory(owner.is_token_in_rank()),
+        memory(owner.send_head()),
+    ]
+}
+
+/// Arguments of a combine, outputs included.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct CombineArguments {
+    x: Spec,
+    handle: HandleTensors,
+    topk_weights: Option<Spec>,
+    bias: (Option<Spec>, Option<Spec>),
+    combined_x: Spec,
+    combined_topk_weights: Option<Spec>,
+    num_sms: usize,
+    stream: usize,
+}
+
+impl CombineArguments {
+    /// The input.
+    ///
+    /// # Safety
+    /// The tensors that Python passed must outlive `'a`.
+    unsafe fn input<'a>(&self, handle: &'a DispatchHandle) -> Result<CombineInput<'a>> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            Ok(CombineInput {
+                topk_weights: read_optional(&self.topk_weights, "topk_weights")?,
+                bias: [
+                    read_optional(&self.bias.0, "bias")?,
+                    read_optional(&self.bias.1, "bias")?,
+                ],
+                num_sms: Some(self.num_sms),
+                stream: Stream::from_raw(self.stream),
+                ..CombineInput::new(self.x.read("x")?, handle)
+            })
+        }
+    }
+
+    /// The outputs.
+    ///
+    /// # Safety
+    /// The tensors that Python passed must outlive `'a`, and nobody else may use them.
+    unsafe fn outputs<'a>(&self) -> Result<CombineOutput<'a>> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            Ok(CombineOutput {
+                x: self.combined_x.write("combined_x")?,
+                topk_weights: write_optional(
+                    &self.combined_topk_weights,
+                    "combined_topk_weights",
+                )?,
+            })
+        }
+    }
+}
+
+pub(crate) fn combine(
+    buffer: &Buffer,
+    py: Python<'_>,
+    arguments: &CombineArguments,
+) -> PyResult<()> {
+    let inner = buffer.inner()?;
+    let prepared = py.detach(|| arguments.handle.handle(inner.rank()));
+    let handle = buffer.prepared(py, Call::Combine, prepared)?;
+    // SAFETY: Python keeps the tensors until this function returns, and the call is over by then;
+    // it has just made the outputs.
+    let prepared = unsafe {
+        arguments
+            .input(&handle)
+            .and_then(|input| Ok((input, arguments.outputs()?)))
+    };
+    let (input, outputs) = buffer.prepared(py, Call::Combine, prepared)?;
+    buffer.run(py, |buffer| buffer.combine(input)?.finish_into(outputs))
+}

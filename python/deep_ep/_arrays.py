@@ -172,9 +172,7 @@ class NumpyArrays:
             try:
                 import ml_dtypes
             except ImportError as error:
-                raise Unsupported(
-                    f"numpy has no {name}: install ml_dtypes", argument=name
-                ) from error
+                raise Unsupported(f"numpy has no {name}: install ml_dtypes", argument=name) from error
             return self.numpy.dtype(getattr(ml_dtypes, name))
         return self.numpy.dtype(name)
 

@@ -164,7 +164,8 @@ class HighThroughput(Calls):
             for name, tensor in layout.items():
                 if tensor is None:
                     arguments.reject(name, None, "must be given when there is no handle")
-            native["layout"] = tuple(arguments.spec(*named) for named in layout.items())
+            routes, ranks, experts = [arguments.spec(*named) for named in layout.items()]
+            native["layout"] = (routes, ranks, experts)
 
         def allocate(rows: int) -> tuple[Optional[Spec], ...]:
             return tuple(None if each is None else each.allocate(rows) for each in travelling)
@@ -173,9 +174,7 @@ class HighThroughput(Calls):
         try:
             native["stream"] = call.stream
             counts, parts = self._core.dispatch(native, allocate)
-            arrived = [
-                None if each is None else each.arrays.wrap(each.arrived) for each in travelling
-            ]
+            arrived = [None if each is None else each.arrays.wrap(each.arrived) for each in travelling]
             made = None
             if parts is not None and travelling[0] is not None:
                 arrays = travelling[0].arrays

@@ -272,9 +272,7 @@ class LowLatency(Calls):
         self._core.clear_masks()
 
 
-def handle_specs(
-    arguments: Arguments, handle: Any
-) -> tuple[Spec, Spec, int, int, int]:
+def handle_specs(arguments: Arguments, handle: Any) -> tuple[Spec, Spec, int, int, int]:
     """A handle as the native module takes it."""
     info, layout, tokens, hidden, experts = arguments.handle(handle, HANDLE)
     return (

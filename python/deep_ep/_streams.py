@@ -137,8 +137,9 @@ class CudaTimeline:
     def __init__(self, device: int) -> None:
         import torch
 
-        self.cuda, self.device = torch.cuda, device
-        self.comm_stream: Any = torch.cuda.Stream(device)
+        self.cuda: Any = torch.cuda
+        self.device = device
+        self.comm_stream: Any = self.cuda.Stream(device)
 
     def begin(self, previous: Optional[EventHandle], async_: bool, on_comm: bool) -> Call:
         call = CudaCall(self, async_, on_comm)

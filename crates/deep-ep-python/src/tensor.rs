@@ -43,7 +43,12 @@ impl Spec {
             Error::InvalidArgument(why) => Error::invalid(argument, why.value, why.limit),
             other => other,
         })?;
-        let strides: Option<Vec<usize>> = strides.iter().map(|&s| s.try_into().ok()).collect();
+        // A stride that is never taken may be anything.
+        let taken = strides.iter().zip(dims).map(|(&stride, &n)| match n {
+            0 | 1 => Some(stride.unsigned_abs()),
+            _ => stride.try_into().ok(),
+        });
+        let strides: Option<Vec<usize>> = taken.collect();
         let strides = strides.ok_or_else(|| {
             Error::invalid(
                 argument,
@@ -51,14 +56,20 @@ impl Spec {
                 "must not have negative strides",
             )
         })?;
-        let shape = Shape::strided(dtype, dims, &strides).map_err(|_| {
+        // Strides of a tensor without elements are anything.
+        let empty = dims.contains(&0);
+        let shape = if empty {
+            Shape::dense(dtype, dims)
+        } else {
+            Shape::strided(dtype, dims, &strides)
+        };
+        let shape = shape.map_err(|_| {
             Error::invalid(
                 argument,
                 format!("{name} {dims:?}"),
                 "must have 1 to 3 dimensions and span fewer than 2^63 bytes",
             )
         })?;
-        let empty = dims.contains(&0);
         if !empty && (*address == 0 || !address.is_multiple_of(dtype.size())) {
             return Err(Error::invalid(
                 argument,

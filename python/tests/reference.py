@@ -104,7 +104,7 @@ def combine(world: World, rank: int, outputs: list[np.ndarray], bias: list[np.nd
 
 def cast_fp8(x: np.ndarray, powers_of_two: bool) -> tuple[np.ndarray, np.ndarray]:
     """FP8 codes ``[T, H]`` and float32 scales ``[T, H/128]``."""
-    blocks = x.astype(np.float32).reshape(x.shape[0], -1, 128)
+    blocks = x.astype(np.float32).reshape(x.shape[0], x.shape[1] // 128, 128)
     amax = np.maximum(np.abs(blocks).max(axis=2), np.float32(1e-4))
     scale = amax * np.float32(1 / 448)
     factor = np.float32(448) / amax

@@ -49,10 +49,7 @@ pub(crate) fn wait<R: Send>(
         };
         interrupt::with_check(Rc::new(stop), call)
     });
-    let raised = raised
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .take();
+    let raised = raised.lock().unwrap_or_else(PoisonError::into_inner).take();
     match raised {
         Some(error) => Err(error),
         None => done.map_err(|error| raise(py, &error)),

@@ -9,9 +9,9 @@ use std::{
 };
 
 use pyo3::{
-    exceptions::PyBufferError,
+    exceptions::{PyBufferError, PyTypeError},
     prelude::*,
-    types::{PyCapsule, PyCapsuleMethods, PyDict},
+    types::{PyCapsule, PyCapsuleMethods, PyDict, PyDictMethods},
 };
 
 use crate::memory::View;
@@ -88,83 +88,133 @@ pub(crate) fn device(device: i32) -> (i32, i32) {
     if device < 0 { (CPU, 0) } else { (CUDA, device) }
 }
 
-/// What an exported tensor points to.
-struct Exported {
-    managed: Managed,
+/// What an exported tensor points to. The managed tensor comes first, so that both have one address.
+#[repr(C)]
+struct Exported<M> {
+    managed: M,
     shape: Vec<i64>,
     strides: Vec<i64>,
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
-/// A capsule of the tensor at `view`, which keeps `owner`.
+/// The two layouts of a managed tensor.
+trait ManagedTensor: Sized {
+    const NAME: &CStr;
+    fn new(tensor: DlTensor) -> Self;
+    fn tensor(&mut self) -> &mut DlTensor;
+}
+
+impl ManagedTensor for Managed {
+    const NAME: &CStr = NAME;
+
+    fn new(tensor: DlTensor) -> Self {
+        Self {
+            tensor,
+            context: std::ptr::null_mut(),
+            deleter: Some(delete::<Self>),
+        }
+    }
+
+    fn tensor(&mut self) -> &mut DlTensor {
+        &mut self.tensor
+    }
+}
+
+impl ManagedTensor for ManagedVersioned {
+    const NAME: &CStr = VERSIONED;
+
+    fn new(tensor: DlTensor) -> Self {
+        Self {
+            major: 1,
+            minor: 1,
+            context: std::ptr::null_mut(),
+            deleter: Some(delete::<Self>),
+            flags: 0,
+            tensor,
+        }
+    }
+
+    fn tensor(&mut self) -> &mut DlTensor {
+        &mut self.tensor
+    }
+}
+
+/// A capsule of the tensor at `view`, which keeps `owner`: of DLPack 1 if the consumer knows that.
 pub(crate) fn export<'py>(
     py: Python<'py>,
     view: &View,
     owner: Arc<dyn Any + Send + Sync>,
+    versioned: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
     let known = TYPES.iter().find(|(_, _, name)| *name == view.dtype);
     let &(code, bits, _) = known.ok_or_else(|| PyBufferError::new_err(view.dtype))?;
     let (kind, ordinal) = device(view.device);
-    let mut exported = Box::new(Exported {
-        managed: Managed {
-            tensor: DlTensor {
-                data: view.address as *mut c_void,
-                device: DlDevice { kind, ordinal },
-                ndim: view.shape.len() as i32,
-                dtype: DlType {
-                    code,
-                    bits,
-                    lanes: 1,
-                },
-                shape: std::ptr::null_mut(),
-                strides: std::ptr::null_mut(),
-                byte_offset: 0,
-            },
-            context: std::ptr::null_mut(),
-            deleter: Some(delete),
+    let tensor = DlTensor {
+        data: view.address as *mut c_void,
+        device: DlDevice { kind, ordinal },
+        ndim: view.shape.len() as i32,
+        dtype: DlType {
+            code,
+            bits,
+            lanes: 1,
         },
+        shape: std::ptr::null_mut(),
+        strides: std::ptr::null_mut(),
+        byte_offset: 0,
+    };
+    match versioned {
+        true => capsule::<ManagedVersioned>(py, tensor, view, owner),
+        false => capsule::<Managed>(py, tensor, view, owner),
+    }
+}
+
+fn capsule<'py, M: ManagedTensor>(
+    py: Python<'py>,
+    tensor: DlTensor,
+    view: &View,
+    owner: Arc<dyn Any + Send + Sync>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let mut exported = Box::new(Exported {
+        managed: M::new(tensor),
         shape: view.shape.clone(),
         strides: view.strides.clone(),
         _owner: owner,
     });
-    exported.managed.tensor.shape = exported.shape.as_mut_ptr();
-    exported.managed.tensor.strides = exported.strides.as_mut_ptr();
-    let exported = Box::into_raw(exported);
-    // SAFETY: just made from a box. The consumer gets a pointer to the first bytes of it; the
-    // deleter finds the box by the context.
-    let pointer = unsafe {
-        (*exported).managed.context = exported.cast();
-        NonNull::new_unchecked(&raw mut (*exported).managed).cast()
-    };
+    exported.managed.tensor().shape = exported.shape.as_mut_ptr();
+    exported.managed.tensor().strides = exported.strides.as_mut_ptr();
+    let pointer = NonNull::from(Box::leak(exported)).cast();
     // SAFETY: the pointer is valid until the deleter has run; the destructor accepts such capsules.
     let capsule = unsafe {
-        PyCapsule::new_with_pointer_and_destructor(py, pointer, NAME, Some(destroy_capsule))
+        PyCapsule::new_with_pointer_and_destructor(py, pointer, M::NAME, Some(destroy::<M>))
     };
     Ok(capsule?.into_any())
 }
 
 /// Frees an exported tensor. Needs no interpreter.
-unsafe extern "C" fn delete(managed: *mut Managed) {
-    // SAFETY: called once, with what `export` made, whose context is the box.
-    drop(unsafe { Box::from_raw((*managed).context.cast::<Exported>()) });
+unsafe extern "C" fn delete<M>(managed: *mut M) {
+    // SAFETY: called once, with what `capsule` made: the first field of the box.
+    drop(unsafe { Box::from_raw(managed.cast::<Exported<M>>()) });
 }
 
 /// Frees what a capsule holds unless a consumer took it, which renames the capsule.
-unsafe extern "C" fn destroy_capsule(capsule: *mut pyo3::ffi::PyObject) {
-    // SAFETY: called by the interpreter with a capsule of `export`.
+unsafe extern "C" fn destroy<M: ManagedTensor>(capsule: *mut pyo3::ffi::PyObject) {
+    // SAFETY: called by the interpreter with what `capsule` made.
     unsafe {
-        if pyo3::ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 1 {
-            let managed = pyo3::ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr());
-            delete(managed.cast());
+        if pyo3::ffi::PyCapsule_IsValid(capsule, M::NAME.as_ptr()) == 1 {
+            let managed = pyo3::ffi::PyCapsule_GetPointer(capsule, M::NAME.as_ptr());
+            delete::<M>(managed.cast());
         }
     }
 }
+
+/// `(address, dtype, shape, strides, device)` for Python.
+type Described = (usize, String, Vec<i64>, Vec<i64>, i32);
 
 /// A tensor of another library, kept until this object is dropped.
 #[pyclass(frozen, module = "deep_ep._native")]
 pub(crate) struct Foreign {
     _managed: Taken,
-    spec: (usize, String, Vec<i64>, Vec<i64>, i32),
+    spec: Described,
 }
 
 enum Taken {
@@ -202,7 +252,7 @@ impl Drop for Taken {
 impl Foreign {
     /// `(address, dtype, shape, strides, device)`, as calls take tensors.
     #[getter]
-    fn spec(&self) -> (usize, String, Vec<i64>, Vec<i64>, i32) {
+    fn spec(&self) -> Described {
         self.spec.clone()
     }
 }
@@ -216,7 +266,15 @@ pub(crate) fn from_dlpack(tensor: &Bound<'_, PyAny>, stream: Option<isize>) -> P
     if stream.is_some() {
         arguments.set_item("stream", stream)?;
     }
-    let capsule = tensor.call_method("__dlpack__", (), Some(&arguments))?;
+    let plain = arguments.copy()?;
+    arguments.set_item("max_version", (1, 1))?;
+    // Libraries of before DLPack 1 do not know the argument.
+    let capsule = match tensor.call_method("__dlpack__", (), Some(&arguments)) {
+        Err(error) if error.is_instance_of::<PyTypeError>(tensor.py()) => {
+            tensor.call_method("__dlpack__", (), Some(&plain))?
+        }
+        other => other?,
+    };
     let capsule = capsule.cast_into::<PyCapsule>()?;
     let managed = take(&capsule)?;
     let tensor = match &managed {
@@ -260,7 +318,7 @@ fn take(capsule: &Bound<'_, PyCapsule>) -> PyResult<Taken> {
     Ok(taken)
 }
 
-fn describe(tensor: &DlTensor) -> PyResult<(usize, String, Vec<i64>, Vec<i64>, i32)> {
+fn describe(tensor: &DlTensor) -> PyResult<Described> {
     let DlType { code, bits, lanes } = tensor.dtype;
     let known = TYPES
         .iter()

@@ -148,7 +148,11 @@ impl Group {
     }
 
     /// Sends `data` to all ranks and returns what every rank sent, by rank. Collective.
-    fn all_gather<'py>(&self, py: Python<'py>, data: Vec<u8>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    fn all_gather<'py>(
+        &self,
+        py: Python<'py>,
+        data: Vec<u8>,
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let all = self.run(py, move |communicator| communicator.all_gather(&data))?;
         Ok(all.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
     }

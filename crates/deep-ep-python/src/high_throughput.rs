@@ -53,7 +53,7 @@ pub(crate) struct DispatchArguments {
 
 /// Where rows go, owned.
 enum Where {
-    Layout(Layout),
+    Layout(Box<Layout>),
     Handle(DispatchHandle),
 }
 
@@ -77,7 +77,7 @@ impl DispatchArguments {
                 experts.read("num_tokens_per_expert")?,
             )?
         };
-        Ok(Where::Layout(layout))
+        Ok(Where::Layout(Box::new(layout)))
     }
 
     /// The input.
@@ -232,10 +232,7 @@ impl CombineArguments {
         unsafe {
             Ok(CombineOutput {
                 x: self.combined_x.write("combined_x")?,
-                topk_weights: write_optional(
-                    &self.combined_topk_weights,
-                    "combined_topk_weights",
-                )?,
+                topk_weights: write_optional(&self.combined_topk_weights, "combined_topk_weights")?,
             })
         }
     }

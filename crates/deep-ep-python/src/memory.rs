@@ -125,13 +125,14 @@ impl Memory {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let _ = (stream, max_version);
+        let _ = stream;
         let here = dl_device.is_none_or(|device| device == self.__dlpack_device__());
         if !here || copy == Some(true) {
             let why = "this memory can only be exported where it is, without a copy";
             return Err(pyo3::exceptions::PyBufferError::new_err(why));
         }
-        dlpack::export(py, &self.view, self.owner.clone())
+        let versioned = max_version.is_some_and(|(major, _)| major >= 1);
+        dlpack::export(py, &self.view, self.owner.clone(), versioned)
     }
 }
 

@@ -27,7 +27,11 @@ pub(crate) fn dtype(name: &str) -> Result<DType> {
     let found = NAMES.iter().find(|(known, _)| *known == name);
     found.map(|(_, dtype)| *dtype).ok_or_else(|| {
         let known: Vec<_> = NAMES.iter().map(|(name, _)| *name).collect();
-        Error::invalid("dtype", name, format!("must be one of {}", known.join(", ")))
+        Error::invalid(
+            "dtype",
+            name,
+            format!("must be one of {}", known.join(", ")),
+        )
     })
 }
 

@@ -4,9 +4,9 @@
 //! strides) into calls of the library, waits with the interpreter released, and turns errors into
 //! `deep_ep.Error`s. Allocation, streams and defaults are the Python package's.
 //!
-//! A tensor enters as a tuple `(address, dtype, shape, strides, device)`, see [`tensor`]; whoever
+//! A tensor enters as a tuple `(address, dtype, shape, strides, device)`, see module `tensor`; whoever
 //! passes it keeps it alive until the call, or the pending call it went into, is done. Memory of the
-//! library leaves as [`memory::Memory`], which keeps it alive.
+//! library leaves as `memory::Memory`, which keeps it alive.
 
 mod blocking;
 mod buffer;

@@ -31,8 +31,20 @@ def options(description: str, **defaults: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     add("--num-processes", type=int, default=0, help="ranks on this host (default: the GPUs, else 2)")
-    add("--num-tokens", "--batch_size", type=int, default=defaults.get("tokens", 256), help="tokens of a rank")
-    add("--hidden", "--hidden_size", type=int, default=defaults.get("hidden", 7168), help="channels of a token")
+    add(
+        "--num-tokens",
+        "--batch_size",
+        type=int,
+        default=defaults.get("tokens", 256),
+        help="tokens of a rank",
+    )
+    add(
+        "--hidden",
+        "--hidden_size",
+        type=int,
+        default=defaults.get("hidden", 7168),
+        help="channels of a token",
+    )
     add("--num-topk", type=int, default=8, help="choices of a token")
     add("--num-experts", type=int, default=0, help="experts over all ranks (default: 32 a rank)")
     add("--repeats", type=int, default=20, help="measured calls")
@@ -229,7 +241,11 @@ class Rank:
         )
         print(f"{title}: {sizes}")
         for number, line in enumerate(lines):
-            cells = [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:5], widths[1:5])), line[5]]
+            cells = [
+                line[0].ljust(widths[0]),
+                *(c.rjust(w) for c, w in zip(line[1:5], widths[1:5])),
+                line[5],
+            ]
             print("  ".join(cells).rstrip())
             if number == 0:
                 print("  ".join("-" * width for width in widths[:5]))
@@ -259,5 +275,5 @@ def cast_fp8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def decode_fp8(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """The float32 values of FP8 rows."""
-    blocks = codes.astype(np.float32).reshape(*codes.shape[:-1], -1, 128)
+    blocks = codes.astype(np.float32).reshape(*codes.shape[:-1], codes.shape[-1] // 128, 128)
     return (blocks * scales[..., None]).reshape(codes.shape)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Callable
 
 import numpy as np
-from common import Rank, cast_fp8, check, decode_fp8, difference, main, options
-from test_intranode import dispatch_arguments
 
 import deep_ep
+from common import Rank, cast_fp8, check, decode_fp8, difference, main, options
+from test_intranode import dispatch_arguments
 
 #: An E4M3 value has 3 bits behind the point: half a unit is at most 1/16 of it.
 RELATIVE = 1 / 16
@@ -49,7 +49,9 @@ def high_throughput(rank: Rank, buffer: deep_ep.Buffer) -> None:
         ("dispatch bf16", x, size * 2, ""),
         ("dispatch fp8", pair, size * (1 + 4 / 128), note),
     ):
-        rank.report(name, rank.measure(lambda data=data: buffer.dispatch(data, **arguments)), bytes_, text)
+        rank.report(
+            name, rank.measure(lambda data=data: buffer.dispatch(data, **arguments)), bytes_, text
+        )
 
 
 def low_latency(rank: Rank, buffer: deep_ep.Buffer) -> None:
@@ -65,7 +67,10 @@ def low_latency(rank: Rank, buffer: deep_ep.Buffer) -> None:
     expected = rank.array(plain)[used].astype(np.float32)
     bf16 = copied(rank, buffer, lambda: call(use_fp8=False), "wire_bytes")
     rank.report("low-latency bf16", rank.measure(lambda: call(use_fp8=False)), bf16)
-    for name, mode in (("low-latency fp8", {}), ("low-latency fp8, powers of two", {"round_scale": True})):
+    for name, mode in (
+        ("low-latency fp8", {}),
+        ("low-latency fp8, powers of two", {"round_scale": True}),
+    ):
         (codes, scales), *_ = call(**mode)
         got = decode_fp8(rank.array(codes)[used], rank.array(scales)[used])
         # With powers of two a block uses at least half of the codes' range.

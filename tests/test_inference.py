@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from common import Rank, check, difference, main, options
 
 import deep_ep
+from common import Rank, check, difference, main, options
 
 
 def program(rank: Rank) -> None:
@@ -35,7 +35,9 @@ def program(rank: Rank) -> None:
     found = difference(rank.array(combined), rank.mine.x.astype(np.float64) * sums)
     check(found < 1e-5, f"a batch's result differs by {found:.2e}")
     times = rank.measure(batch, warmup=10)
-    received = sum(len(t) for t in rank.arrivals()) * rank.hidden * 2 + len(rank.mine.x) * rank.hidden * 2
+    received = (
+        sum(len(t) for t in rank.arrivals()) * rank.hidden * 2 + len(rank.mine.x) * rank.hidden * 2
+    )
     rank.report("batch (dispatch + combine)", times, received)
     rank.table("inference")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from common import BF16, Rank, cast_fp8, check, main, options
 
 import deep_ep
+from common import BF16, Rank, cast_fp8, check, main, options
 
 
 def dispatch_arguments(rank: Rank, buffer: deep_ep.Buffer) -> dict[str, Any]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from common import Rank, cast_fp8, check, decode_fp8, difference, main, options
 
 import deep_ep
+from common import Rank, cast_fp8, check, decode_fp8, difference, main, options
 
 
 def arrivals(rank: Rank, local: int) -> list[tuple[int, np.ndarray]]:
     """The tokens of each source that come to one of this rank's experts."""
     expert = rank.hosted(rank.me)[local]
     return [
-        (source, np.flatnonzero((inputs.idx == expert).any(axis=1))) for source, inputs in enumerate(rank.inputs)
+        (source, np.flatnonzero((inputs.idx == expert).any(axis=1)))
+        for source, inputs in enumerate(rank.inputs)
     ]
 
 

@@ -21,7 +21,7 @@ HANDLE = (
 )
 
 #: ``[T, H]`` rows, or FP8 rows and their scales.
-Rows = Union[Any, tuple[Any, Any]]
+Rows = Any
 
 
 class Travelling:

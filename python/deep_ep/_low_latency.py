@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, Optional
 
 from . import _native
 from ._arrays import Arrays, Spec
@@ -22,7 +22,7 @@ HANDLE = (
 #: The receive half of a call.
 Hook = Callable[[], None]
 #: ``[E/R, R*M, H]`` rows, or FP8 rows and their scales.
-Rows = Union[Any, tuple[Any, Any]]
+Rows = Any
 
 
 class Arrival:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from kit import BF16, FP8
 
 
@@ -49,11 +50,11 @@ class World:
     def local_idx(self, rank: int, source: int, token: int) -> list[int]:
         """Received choices of a token: local experts, -1 for others."""
         first = rank * self.experts_per_rank
-        return [
-            e - first if self.host(e) == rank else -1 for e in self.idx[source][token].tolist()
-        ]
+        return [e - first if self.host(e) == rank else -1 for e in self.idx[source][token].tolist()]
 
-    def expert_arrivals(self, expert: int, masked: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
+    def expert_arrivals(
+        self, expert: int, masked: frozenset[int] = frozenset()
+    ) -> list[tuple[int, int]]:
         """Source rank and token of each row of an expert, once per token."""
         return [
             (source, token)

@@ -7,13 +7,13 @@ from typing import Any, Callable
 
 import numpy as np
 import pytest
+
+import deep_ep
 import reference
+from deep_ep import Buffer, Group, run_local
 from kit import BF16
 from test_high_throughput import layout
 from test_low_latency import MOST, buffer_for
-
-import deep_ep
-from deep_ep import Buffer, Group, run_local
 
 Break = Callable[[Any, dict[str, Any]], None]
 
@@ -60,7 +60,7 @@ def test_a_rank_that_rejects_tells_the_others(kit: Any, argument: str, change: B
         error = caught.value
         expected = deep_ep.InvalidArgument if me == 0 else deep_ep.PeerRejected
         assert type(error) is expected, error
-        assert error.argument == argument and error.value is not None or argument == "is_token_in_rank"
+        assert (error.argument == argument and error.value is not None) or argument == "is_token_in_rank"
         assert str(error.limit).startswith("must")
         if me == 1:
             assert error.ranks == [0]
@@ -131,7 +131,11 @@ def test_low_latency_calls_need_memory_for_them(kit: Any) -> None:
         buffer = Buffer(group)
         with pytest.raises(deep_ep.InvalidArgument) as caught:
             buffer.low_latency_dispatch(
-                kit.tensor(np.zeros((1, 64), BF16)), kit.tensor(np.zeros((1, 1), np.int64)), 4, 2, use_fp8=False
+                kit.tensor(np.zeros((1, 64), BF16)),
+                kit.tensor(np.zeros((1, 1), np.int64)),
+                4,
+                2,
+                use_fp8=False,
             )
         assert caught.value.argument == "low_latency"
 
@@ -155,7 +159,7 @@ def test_memory_of_a_device_is_refused_by_the_cpu_engine() -> None:
 
         buffer = Buffer(group)
         on_device = (4096, "int64", (2, 2), (2, 1), 0)
-        with pytest.raises(deep_ep.InvalidArgument, match="Cuda|host"):
+        with pytest.raises(deep_ep.InvalidArgument, match="host"):
             buffer._core.layout(on_device, 4)
         x = (4096, "bfloat16", (2, 64), (64, 1), 0)
         routes, counts = _native.empty("bool", (2, 1)), _native.empty("int32", (1,))

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+import deep_ep
 import reference
 from conftest import needs_torch
+from deep_ep import Buffer, Group
 from kit import NumpyKit
 from test_high_throughput import layout
 from test_life import free_port
-
-import deep_ep
-from deep_ep import Buffer, Group
 
 
 class Exchange:
@@ -41,10 +41,10 @@ class Communicator:
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self.exchange, self.rank = exchange, rank
 
-    def Get_rank(self) -> int:  # noqa: N802
+    def Get_rank(self) -> int:
         return self.rank
 
-    def Get_size(self) -> int:  # noqa: N802
+    def Get_size(self) -> int:
         return self.exchange.size
 
     def allgather(self, value: Any) -> list[Any]:
@@ -123,7 +123,9 @@ def from_environment(rank: int, size: int, port: int) -> None:
     """A rank of a job described by the environment."""
     import os
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_PORT=str(port)
+    )
     group = Group.from_env()
     world = reference.make(62, size)
     buffer = Buffer(group)
@@ -135,6 +137,7 @@ def from_environment(rank: int, size: int, port: int) -> None:
 def with_torch(rank: int, size: int, port: int) -> None:
     """A rank of a torch.distributed job."""
     import torch.distributed as dist
+
     from kit import TorchKit
 
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=size, rank=rank)
@@ -143,7 +146,9 @@ def with_torch(rank: int, size: int, port: int) -> None:
     buffer = Buffer(dist.new_group(list(range(size))))
     recv, _, _, _, handle, _ = buffer.dispatch(kit.tensor(world.x[rank]), **layout(buffer, kit, world))
     combined, _, _ = buffer.combine(recv, handle)
-    outputs = [np.stack([world.x[s][t] for s, t in world.arrivals(r)] or [np.zeros(64)]) for r in range(size)]
+    outputs = [
+        np.stack([world.x[s][t] for s, t in world.arrivals(r)] or [np.zeros(64)]) for r in range(size)
+    ]
     expected = reference.combine(world, rank, outputs, [])
     assert kit.array(combined).tobytes() == expected.tobytes()
     dist.barrier()

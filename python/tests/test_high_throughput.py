@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
-from kit import BF16, FP8
-from reference import World
 
 import deep_ep
+import reference
 from deep_ep import Buffer, Group, run_local
+from kit import BF16, FP8
+from reference import World
 
 
 def layout(buffer: Buffer, kit: Any, world: World, idx: Any = None) -> dict[str, Any]:
@@ -92,7 +92,8 @@ def test_combine_sums_by_rank_after_the_bias_and_rounds_once(kit: Any, dtype: st
         for r in range(ranks)
     ]
     bias = [
-        [rng.standard_normal(x.shape).astype(np.float32).astype(real) for x in world.x] for _ in range(biases)
+        [rng.standard_normal(x.shape).astype(np.float32).astype(real) for x in world.x]
+        for _ in range(biases)
     ]
 
     def rank(group: Group) -> None:
@@ -247,9 +248,9 @@ def test_events_are_there_exactly_with_async_finish(kit: Any) -> None:
         buffer = Buffer(group)
         x = kit.tensor(world.x[me])
         before = Buffer.capture()
-        event = buffer.get_dispatch_layout(
-            kit.tensor(world.idx[me]), world.experts, before, True, True
-        )[-1]
+        event = buffer.get_dispatch_layout(kit.tensor(world.idx[me]), world.experts, before, True, True)[
+            -1
+        ]
         arguments = layout(buffer, kit, world)
         modes = {"async_finish": True, "allocate_on_comm_stream": True}
         recv, _, _, _, handle, event = buffer.dispatch(x, previous_event=event, **modes, **arguments)

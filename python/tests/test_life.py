@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
-from kit import BF16
-from test_high_throughput import layout
 
 import deep_ep
+import reference
 from deep_ep import Buffer, Group, run_local
+from kit import BF16
+from test_high_throughput import layout
 
 PROGRAM = """
 import numpy as np, ml_dtypes, sys, threading, time
@@ -45,10 +45,8 @@ def start(program: str, **environment: str) -> subprocess.Popen[str]:
 
 def ranks(program: str, count: int, port: int) -> list[subprocess.Popen[str]]:
     """As many processes that find each other."""
-    return [
-        start(program, RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count), MASTER_PORT=str(port))
-        for rank in range(count)
-    ]  # fmt: skip
+    job = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_PORT": str(port)}
+    return [start(program, RANK=str(rank), **job) for rank in range(count)]
 
 
 def free_port() -> int:

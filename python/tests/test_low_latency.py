@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
-from kit import BF16, FP8
-from reference import World
 
 import deep_ep
+import reference
 from deep_ep import Buffer, Group, run_local
+from kit import BF16, FP8
+from reference import World
 
 MOST = 12
 
@@ -30,7 +30,9 @@ def unpacked(handle: Any, kit: Any) -> tuple[np.ndarray, np.ndarray]:
     return info, np.stack([layout >> 32, layout & 0xFFFFFFFF], axis=-1)
 
 
-def check_dispatch(kit: Any, world: World, me: int, count: Any, handle: Any) -> list[list[tuple[int, int]]]:
+def check_dispatch(
+    kit: Any, world: World, me: int, count: Any, handle: Any
+) -> list[list[tuple[int, int]]]:
     """Compares counts and handle; returns source and token of the rows of each expert."""
     info, ranges = unpacked(handle, kit)
     arrivals = []
@@ -50,7 +52,9 @@ def check_dispatch(kit: Any, world: World, me: int, count: Any, handle: Any) -> 
 
 @pytest.mark.parametrize("hook", [False, True])
 @pytest.mark.parametrize("seed,ranks", [(1, 1), (2, 2), (3, 3), (4, 5)])
-def test_rows_of_an_expert_are_packed_in_source_order(kit: Any, seed: int, ranks: int, hook: bool) -> None:
+def test_rows_of_an_expert_are_packed_in_source_order(
+    kit: Any, seed: int, ranks: int, hook: bool
+) -> None:
     world = reference.make(seed, ranks)
 
     def rank(group: Group) -> None:
@@ -132,15 +136,15 @@ def test_combine_weights_and_sums(kit: Any, mode: str) -> None:
             "async_finish": mode == "async",
         }
         if mode == "out":
-            options["out"] = kit.zeros(world.x[me].shape, "bfloat16") if kit.name == "torch" else np.zeros(
-                world.x[me].shape, BF16
-            )  # fmt: skip
+            options["out"] = kit.tensor(np.zeros(world.x[me].shape, BF16))
         for _ in range(2):
             if mode == "zero_copy":
                 target = buffer.get_next_low_latency_combine_buffer(handle)
                 kit.fill(target, kit.array(recv))
             combined, event, hook = buffer.low_latency_combine(recv, idx, weights, handle, **options)
-            assert (hook is not None) == (mode == "hook") and (event.event is not None) == (mode == "async")
+            assert (hook is not None) == (mode == "hook") and (event.event is not None) == (
+                mode == "async"
+            )
             if hook is not None:
                 hook()
             if mode == "out":
@@ -190,7 +194,7 @@ def test_both_families_interleave_on_one_buffer(kit: Any) -> None:
         x, idx = kit.tensor(world.x[me]), kit.tensor(world.idx[me])
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, world.experts)
         for _ in range(3):
-            recv, count, _, _, hook = buffer.low_latency_dispatch(
+            _recv, count, _, _, hook = buffer.low_latency_dispatch(
                 x, idx, MOST, world.experts, use_fp8=False, return_recv_hook=True
             )
             assert hook is not None
@@ -199,7 +203,10 @@ def test_both_families_interleave_on_one_buffer(kit: Any) -> None:
                 len(world.expert_arrivals(me * 2 + local)) for local in range(2)
             )
             rows, *_ = buffer.dispatch(
-                x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert
+                x,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
             )
             assert kit.array(rows).shape[0] == len(world.arrivals(me))
             buffer.clean_low_latency_buffer(MOST, world.hidden, world.experts)
@@ -225,12 +232,16 @@ def test_a_masked_rank_neither_gets_nor_sends(kit: Any) -> None:
         buffer.low_latency_query_mask_buffer(status)
         assert kit.array(status).tolist() == [0, 0, 1]
         x, idx = kit.tensor(world.x[me]), kit.tensor(world.idx[me])
-        recv, count, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, world.experts, use_fp8=False)
+        recv, count, handle, _, _ = buffer.low_latency_dispatch(
+            x, idx, MOST, world.experts, use_fp8=False
+        )
         expected = [len(world.expert_arrivals(me * 2 + e, frozenset([away]))) for e in range(2)]
         assert kit.array(count).tolist() == expected
         combined, _, _ = buffer.low_latency_combine(recv, idx, kit.tensor(world.weights[me]), handle)
         here = (world.idx[me] >= 0) & (world.idx[me] < away * world.experts_per_rank)
-        exact = world.x[me].astype(np.float64) * np.where(here, world.weights[me], 0).sum(1, keepdims=True)
+        exact = world.x[me].astype(np.float64) * np.where(here, world.weights[me], 0).sum(
+            1, keepdims=True
+        )
         assert np.abs(kit.array(combined).astype(np.float64) - exact).max(initial=0) < 0.1
         group.barrier()
         buffer.low_latency_clean_mask_buffer()

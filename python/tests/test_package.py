@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
-from test_high_throughput import layout
 
 import deep_ep
+import reference
 from deep_ep import Buffer, Config, Group, _native, run_local
+from test_high_throughput import layout
 
 
 def test_exports() -> None:
@@ -29,7 +29,9 @@ def test_exports() -> None:
 
 
 def test_importing_imports_no_tensor_library() -> None:
-    program = "import sys, deep_ep; print([m for m in ('torch', 'numpy', 'ml_dtypes') if m in sys.modules])"
+    program = (
+        "import sys, deep_ep; print([m for m in ('torch', 'numpy', 'ml_dtypes') if m in sys.modules])"
+    )
     environment = {**os.environ, "DEEP_EP_ENGINE": "nonsense", "DEEP_EP_TIMEOUT_SECS": "x"}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment
@@ -87,7 +89,11 @@ def test_attributes_and_class_methods() -> None:
     def rank(group: Group) -> None:
         buffer = Buffer(group, 1 << 20, low_latency_mode=False)
         assert (buffer.rank, buffer.group_size, buffer.group) == (0, 1, group)
-        assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes, buffer.low_latency_mode) == (1 << 20, 0, False)
+        assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes, buffer.low_latency_mode) == (
+            1 << 20,
+            0,
+            False,
+        )
         runtime: Any = buffer.runtime
         assert runtime.is_available() and runtime.get_num_rdma_ranks() == 1
         assert runtime.get_rdma_rank() == 0 and runtime.get_root_rdma_rank(True) == 0
@@ -148,7 +154,7 @@ def test_tensors_of_other_libraries_enter_and_leave_by_dlpack() -> None:
         me = group.rank()
         buffer = Buffer(group)
         arguments = layout(buffer, OtherKit(), world)
-        recv, idx, weights, _, handle, _ = buffer.dispatch(Other(x[me]), **arguments)
+        recv, idx, _weights, _, handle, _ = buffer.dispatch(Other(x[me]), **arguments)
         rows = [x[s][t].tolist() for s, t in world.arrivals(me)]
         assert recv.tolist() == rows
         assert idx.tolist() == [world.local_idx(me, *at) for at in world.arrivals(me)]

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::{
     command::{cargo, read, root, shown, succeed},
-    kernels,
+    kernels, python,
 };
 
 /// Memory that the large case takes, with room for what else runs.
@@ -21,6 +21,9 @@ pub(crate) struct Args {
     /// Leave the large case out even if there is memory for it
     #[arg(long)]
     skip_large: bool,
+    /// Test the Python package with torch tensors, too; fetches torch unless python3 has it
+    #[arg(long)]
+    torch: bool,
 }
 
 /// Runs every step, the first that fails ends it.
@@ -37,6 +40,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     steps.run("documentation", doc)?;
     steps.run("tests", cargo(["test", "--workspace", "--locked"]))?;
     steps.run("kernels", kernels::tests()?)?;
+    for (name, command) in python::tests(args.torch)? {
+        steps.run(name, command)?;
+    }
     for example in examples()? {
         let run = ["run", "--locked", "-p", "deep-ep", "--example", &example];
         steps.run(&format!("example {example}"), cargo(run))?;

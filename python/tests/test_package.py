@@ -120,6 +120,14 @@ def test_attributes_and_class_methods() -> None:
         Buffer.get_low_latency_rdma_size_hint(1 << 40, 1 << 40, 8, 256)
 
 
+def test_the_readmes_example_does_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    program = text.split("```python\n")[1].split("```")[0]
+    assert len(program.splitlines()) <= 20
+    exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.strip() == "[4.0, 4.0, 4.0, 4.0]"
+
+
 class Other:
     """A tensor of a library that only speaks DLPack and the array API."""
 
@@ -158,7 +166,7 @@ def test_tensors_of_other_libraries_enter_and_leave_by_dlpack() -> None:
         rows = [x[s][t].tolist() for s, t in world.arrivals(me)]
         assert recv.tolist() == rows
         assert idx.tolist() == [world.local_idx(me, *at) for at in world.arrivals(me)]
-        combined, _, _ = buffer.combine(Other(np.asarray(recv)), handle)
+        combined, _, _ = buffer.combine(Other(np.array(recv)), handle)
         outputs = [np.stack([x[s][t] for s, t in world.arrivals(r)]) for r in range(2)]
         assert combined.tobytes() == reference.combine(world, me, outputs, []).tobytes()
 
@@ -170,10 +178,10 @@ def test_dlpack_keeps_and_frees_memory() -> None:
     assert memory.spec[1:] == ("float32", (2, 3), (1, 2), -1) or memory.spec[2] == [2, 3]
     array = np.from_dlpack(memory)
     assert array.strides == (4, 8)
-    array[:] = 3
     other = np.asarray(memory)
-    del memory, array
-    assert (other == 3).all()
+    other[:] = 3
+    del memory, other
+    assert (array == 3).all()
     for _ in range(3):
         capsule = _native.empty("int64", (4,)).__dlpack__()
         del capsule

@@ -41,6 +41,9 @@ class Arrays(Protocol):
     def spec(self, raw: Any) -> Spec:
         """The description of a raw tensor."""
 
+    def read_only(self, raw: Any) -> bool:
+        """Whether a raw input must not be written."""
+
     def item(self, raw: Any) -> int:
         """Bytes of an element."""
 
@@ -95,6 +98,9 @@ class TorchArrays:
                 limit="must be the CPU or CUDA",
             )
         return raw.data_ptr(), self.name(raw.dtype), tuple(raw.shape), raw.stride(), ordinal
+
+    def read_only(self, raw: Any) -> bool:
+        return False
 
     def name(self, dtype: Any) -> str:
         name = self.names.get(dtype)
@@ -161,6 +167,9 @@ class NumpyArrays:
         strides = tuple(stride // item for stride in raw.strides)
         return address, raw.dtype.name, raw.shape, strides, -1
 
+    def read_only(self, raw: Any) -> bool:
+        return not raw.flags.writeable
+
     def item(self, raw: Any) -> int:
         return int(raw.dtype.itemsize)
 
@@ -221,6 +230,9 @@ class ForeignArrays:
     def spec(self, raw: Any) -> Spec:
         spec: Spec = raw.spec
         return spec
+
+    def read_only(self, raw: Any) -> bool:
+        return bool(raw.read_only)
 
     def item(self, raw: Any) -> int:
         raise Unsupported(f"{self.dtype(raw)} is an element type that is not known", argument="x")

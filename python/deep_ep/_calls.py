@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NoReturn, Optional
 
 from . import _arrays, _native, _streams
@@ -62,6 +63,11 @@ class Arguments:
             spec = arrays.spec(raw)
         except InvalidArgument as error:
             self._rejected(error)
+        except Exception as error:
+            # Sparse tensors, arrays of objects, what a library does not export.
+            if self.call is not None:
+                self.native.refuse(self.call, argument, type(error).__name__, "must be a plain tensor")
+            raise
         self.kept.append(raw)
         return arrays, raw, spec
 
@@ -72,6 +78,27 @@ class Arguments:
     def optional(self, argument: str, tensor: Any) -> Optional[Spec]:
         """The description of a tensor that may be missing."""
         return None if tensor is None else self.take(argument, tensor)[2]
+
+    def output(self, argument: str, tensor: Any) -> Spec:
+        """The description of a tensor that is written."""
+        arrays, raw, spec = self.take(argument, tensor)
+        if arrays.read_only(raw):
+            self.reject(argument, "read-only", "must be writable")
+        return spec
+
+    def optional_output(self, argument: str, tensor: Any) -> Optional[Spec]:
+        """The description of a tensor that is written and may be missing."""
+        return None if tensor is None else self.output(argument, tensor)
+
+    def count(self, argument: str, value: Any) -> int:
+        """A number that is not negative."""
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = -1
+        if not 0 <= number < 1 << 62:
+            self.reject(argument, repr(value), "must be an integer from 0 to 2^62")
+        return number
 
     def previous(
         self, event: Optional[EventOverlap], async_finish: bool, on_comm: bool

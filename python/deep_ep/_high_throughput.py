@@ -75,7 +75,9 @@ class HighThroughput(Calls):
         previous = arguments.previous(previous_event, async_finish, allocate_on_comm_stream)
         call = self._timeline.begin(previous, async_finish, allocate_on_comm_stream)
         try:
-            ranks, nodes, experts, routes = self._core.layout(spec, num_experts)
+            ranks, nodes, experts, routes = self._core.layout(
+                spec, arguments.count("num_experts", num_experts)
+            )
             per_rank = arrays.of_memory(ranks)
             per_node = None if nodes is None else arrays.of_memory(nodes)
             per_expert = arrays.of_memory(experts)
@@ -147,8 +149,8 @@ class HighThroughput(Calls):
             )
         ]
         native = self._dispatch_arguments(arguments, travelling, config)
-        native["expert_alignment"] = expert_alignment
-        native["num_worst_tokens"] = num_worst_tokens or None
+        native["expert_alignment"] = arguments.count("expert_alignment", expert_alignment)
+        native["num_worst_tokens"] = arguments.count("num_worst_tokens", num_worst_tokens) or None
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 arguments.reject("topk_idx", "given", "must be left out with a handle")
@@ -212,7 +214,7 @@ class HighThroughput(Calls):
             "topk_weights": weights,
             "expert_alignment": 1,
             "num_worst_tokens": None,
-            "num_sms": config.num_sms,
+            "num_sms": arguments.count("num_sms", config.num_sms),
             "stream": 0,
         }
 
@@ -283,7 +285,7 @@ class HighThroughput(Calls):
             ),
             "combined_x": spec,
             "combined_topk_weights": None,
-            "num_sms": config.num_sms,
+            "num_sms": arguments.count("num_sms", config.num_sms),
             "stream": 0,
         }
         tokens = specs[2][2][0] if specs[2][2] else 0

@@ -117,10 +117,10 @@ class LowLatency(Calls):
         native: _native.LowLatencyDispatchArguments = {
             "x": spec,
             "topk_idx": arguments.spec("topk_idx", topk_idx),
-            "max_tokens_per_rank": num_max_dispatch_tokens_per_rank,
-            "num_experts": num_experts,
-            "recv_stats": arguments.optional("cumulative_local_expert_recv_stats", stats),
-            "wait_stats": arguments.optional(
+            "max_tokens_per_rank": arguments.count(HANDLE[2], num_max_dispatch_tokens_per_rank),
+            "num_experts": arguments.count("num_experts", num_experts),
+            "recv_stats": arguments.optional_output("cumulative_local_expert_recv_stats", stats),
+            "wait_stats": arguments.optional_output(
                 "dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats
             ),
             "use_fp8": use_fp8,
@@ -203,6 +203,12 @@ class LowLatency(Calls):
         arrays, raw, spec = arguments.take("x", x)
         idx = arguments.spec("topk_idx", topk_idx)
         stats = combine_wait_recv_cost_stats
+        if out is None:
+            shape = (idx[2][0] if idx[2] else 0, spec[2][-1] if spec[2] else 0)
+            combined = arrays.empty(shape, arrays.named("bfloat16"), raw)
+            result, to = arrays.wrap(combined), arrays.spec(combined)
+        else:
+            result, to = out, arguments.output("out", out)
         native: _native.LowLatencyCombineArguments = {
             "x": spec,
             "loan": self._next_combine if zero_copy else None,
@@ -210,16 +216,11 @@ class LowLatency(Calls):
             "topk_weights": arguments.spec("topk_weights", topk_weights),
             "handle": handle_specs(arguments, handle),
             "use_logfmt": use_logfmt,
-            "wait_stats": arguments.optional("combine_wait_recv_cost_stats", stats),
+            "wait_stats": arguments.optional_output("combine_wait_recv_cost_stats", stats),
+            "out": to,
             "stream": 0,
         }
         self._next_combine = None
-        if out is None:
-            shape = (idx[2][0] if idx[2] else 0, spec[2][-1] if spec[2] else 0)
-            combined = arrays.empty(shape, arrays.named("bfloat16"), raw)
-            result, to = arrays.wrap(combined), arrays.spec(combined)
-        else:
-            result, to = out, arguments.spec("out", out)
         call = (
             self._timeline.begin_here()
             if return_recv_hook
@@ -278,7 +279,7 @@ def handle_specs(arguments: Arguments, handle: Any) -> tuple[Spec, Spec, int, in
     return (
         arguments.spec("handle (src_info)", info),
         arguments.spec("handle (layout_range)", layout),
-        tokens,
-        hidden,
-        experts,
+        arguments.count("handle (num_max_dispatch_tokens_per_rank)", tokens),
+        arguments.count("handle (hidden)", hidden),
+        arguments.count("handle (num_experts)", experts),
     )

@@ -58,6 +58,7 @@ class LowLatencyCombineArguments(TypedDict):
     handle: LowLatencyHandle
     use_logfmt: bool
     wait_stats: Optional[Spec]
+    out: Spec
     stream: int
 
 @final
@@ -103,6 +104,8 @@ class Loan:
 class Foreign:
     @property
     def spec(self) -> Spec: ...
+    @property
+    def read_only(self) -> bool: ...
 
 def from_dlpack(tensor: Any, stream: Optional[int] = None) -> Foreign: ...
 def empty(

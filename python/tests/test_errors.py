@@ -37,6 +37,8 @@ def _set(**values: Any) -> Break:
         ("is_token_in_rank", _set(is_token_in_rank=lambda kit: kit.tensor(np.zeros((2, 7), np.int32)))),
         ("num_tokens_per_rank[0]", _set(num_tokens_per_rank=lambda kit: kit.zeros((2,), "int32"))),
         ("expert_alignment", _set(expert_alignment=0)),
+        ("expert_alignment", _set(expert_alignment=-1)),
+        ("num_worst_tokens", _set(num_worst_tokens="many")),
         ("num_sms", _set(config=deep_ep.Config(0))),
         ("handle", _set(handle=(1, 2), topk_idx=None, topk_weights=None)),
         ("topk_idx", _set(handle=(1, 2, 3, 4, 5, 6))),
@@ -182,24 +184,33 @@ def test_memory_of_a_device_is_refused_by_the_cpu_engine() -> None:
     run_local(rank, 1)
 
 
-def test_outputs_that_overlap_themselves_are_refused(kit: Any) -> None:
-    def rank(group: Group) -> None:
-        world = reference.make(43, 1)
-        world.idx[0][:] = 0
-        buffer = buffer_for(group, world)
-        idx = kit.tensor(world.idx[0])
-        recv, _, handle, _, _ = buffer.low_latency_dispatch(
-            kit.tensor(world.x[0]), idx, MOST, world.experts, use_fp8=False
-        )
-        one = kit.tensor(np.zeros((1, 64), BF16))
-        shape = (world.tokens[0] + 1, 64)
-        spread = one.expand(shape) if kit.name == "torch" else np.broadcast_to(one, shape)
-        with pytest.raises(deep_ep.InvalidArgument) as caught:
-            weights = kit.tensor(world.weights[0])
-            buffer.low_latency_combine(recv, idx, weights, handle, out=spread[: world.tokens[0]])
-        assert caught.value.argument == "out"
+def test_an_output_that_cannot_be_written_is_found_before_the_send(kit: Any) -> None:
+    world = reference.make(43, 2)
+    world.weights = [np.where(np.isnan(w), 0, w) for w in world.weights]
 
-    run_local(rank, 1)
+    def rank(group: Group) -> None:
+        me = group.rank()
+        buffer = buffer_for(group, world)
+        idx, weights = kit.tensor(world.idx[me]), kit.tensor(world.weights[me])
+        recv, _, handle, _, _ = buffer.low_latency_dispatch(
+            kit.tensor(world.x[me]), idx, MOST, world.experts, use_fp8=False
+        )
+        tokens = max(world.tokens[me], 2)
+        one = kit.tensor(np.zeros((1, 64), BF16))
+        spread = one.expand(tokens, 64) if kit.name == "torch" else np.broadcast_to(one, (tokens, 64))
+        wrong = [
+            spread,
+            kit.tensor(np.zeros((tokens + 1, 64), BF16)),
+            kit.tensor(np.zeros((tokens, 64), "f4")),
+        ]
+        for out in wrong:
+            with pytest.raises(deep_ep.Error) as caught:
+                buffer.low_latency_combine(recv, idx, weights, handle, out=out if me == 0 else None)
+            assert type(caught.value) is (deep_ep.InvalidArgument if me == 0 else deep_ep.PeerRejected)
+            assert caught.value.argument == "out"
+        buffer.low_latency_combine(recv, idx, weights, handle)
+
+    run_local(rank, 2)
 
 
 def test_keywords_of_forks_are_a_type_error(kit: Any) -> None:

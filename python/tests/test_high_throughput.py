@@ -28,7 +28,7 @@ def layout(buffer: Buffer, kit: Any, world: World, idx: Any = None) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("seed,ranks", [(1, 1), (2, 2), (3, 3), (4, 5), (5, 4)])
+@pytest.mark.parametrize("seed,ranks", [(1, 1), (2, 2), (3, 3), (4, 5), (5, 4), (6, 7), (7, 12)])
 def test_rows_choices_and_weights_arrive_in_source_order(kit: Any, seed: int, ranks: int) -> None:
     world = reference.make(seed, ranks)
 

@@ -51,7 +51,7 @@ def check_dispatch(
 
 
 @pytest.mark.parametrize("hook", [False, True])
-@pytest.mark.parametrize("seed,ranks", [(1, 1), (2, 2), (3, 3), (4, 5)])
+@pytest.mark.parametrize("seed,ranks", [(1, 1), (2, 2), (3, 3), (4, 5), (5, 12)])
 def test_rows_of_an_expert_are_packed_in_source_order(
     kit: Any, seed: int, ranks: int, hook: bool
 ) -> None:

@@ -7,6 +7,7 @@
 //! longer in use by then.
 
 use std::{
+    ops::Deref,
     rc::Rc,
     sync::{
         Arc, Mutex, PoisonError,
@@ -26,6 +27,31 @@ const EVERY: Duration = Duration::from_millis(50);
 
 /// A request to all ranks of a group in this process to stop waiting.
 pub(crate) type Cancel = Arc<AtomicBool>;
+
+/// A value whose drop may take a while (leaving a group, up to a second), during which others run.
+pub(crate) struct Released<T: Send>(Option<T>);
+
+impl<T: Send> Released<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self(Some(value))
+    }
+}
+
+impl<T: Send> Deref for Released<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        self.0.as_ref().expect("only taken when it is dropped")
+    }
+}
+
+impl<T: Send> Drop for Released<T> {
+    fn drop(&mut self) {
+        let value = self.0.take();
+        // Without an interpreter the value goes with the closure that is not called.
+        let _ = Python::try_attach(|py| py.detach(|| drop(value)));
+    }
+}
 
 /// Runs a call that waits for peers. It must be over when it returns.
 pub(crate) fn wait<R: Send>(

@@ -6,7 +6,7 @@ use deep_ep::{BufferConfig, Call, Error, LowLatencyConfig, Rank, Reject, Statist
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
-    blocking::{Cancel, wait},
+    blocking::{Cancel, Released, wait},
     errors::raise,
     group::Group,
     high_throughput::{self, CombineArguments, DispatchArguments},
@@ -18,8 +18,7 @@ use crate::{
 /// A buffer of the library. Making one is collective.
 #[pyclass(frozen, module = "deep_ep._native")]
 pub(crate) struct Buffer {
-    /// `None` only while it is dropped.
-    inner: Option<Arc<deep_ep::Buffer>>,
+    pub(crate) inner: Released<Arc<deep_ep::Buffer>>,
     pub(crate) cancel: Cancel,
 }
 
@@ -51,22 +50,7 @@ impl Settings {
     }
 }
 
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        let inner = self.inner.take();
-        // Leaving a group may take up to a second: not with the interpreter held.
-        let _ = Python::try_attach(|py| py.detach(|| drop(inner)));
-    }
-}
-
 impl Buffer {
-    /// The library's buffer.
-    pub(crate) fn inner(&self) -> PyResult<&Arc<deep_ep::Buffer>> {
-        self.inner
-            .as_ref()
-            .ok_or_else(|| pyo3::exceptions::PyRuntimeError::new_err("the buffer is gone"))
-    }
-
     /// What must be known before a call can be begun: a failure is told to the peers, which would
     /// wait for this rank's call.
     pub(crate) fn prepared<R>(
@@ -76,8 +60,8 @@ impl Buffer {
         prepared: deep_ep::Result<R>,
     ) -> PyResult<R> {
         prepared.map_err(|error| {
-            if let (Error::InvalidArgument(reject), Ok(inner)) = (&error, self.inner()) {
-                py.detach(|| inner.refuse(call, reject));
+            if let Error::InvalidArgument(reject) = &error {
+                py.detach(|| self.inner.refuse(call, reject));
             }
             raise(py, &error)
         })
@@ -88,8 +72,7 @@ impl Buffer {
         py: Python<'_>,
         call: impl FnOnce(&deep_ep::Buffer) -> deep_ep::Result<R> + Send,
     ) -> PyResult<R> {
-        let inner = self.inner()?;
-        wait(py, &self.cancel, || call(inner))
+        wait(py, &self.cancel, || call(&self.inner))
     }
 }
 
@@ -125,15 +108,15 @@ impl Buffer {
             Ok(Arc::new(buffer))
         })?;
         Ok(Self {
-            inner: Some(inner),
+            inner: Released::new(inner),
             cancel: group.cancel.clone(),
         })
     }
 
     /// `cpu` or `cuda`.
     #[getter]
-    fn engine(&self) -> PyResult<&'static str> {
-        Ok(self.inner()?.engine())
+    fn engine(&self) -> &'static str {
+        self.inner.engine()
     }
 
     /// Tells the peers that this rank cannot make `call`, because `argument` is `value`.
@@ -152,8 +135,8 @@ impl Buffer {
             "low_latency_combine" => Call::LowLatencyCombine,
             other => return Err(pyo3::exceptions::PyValueError::new_err(other.to_owned())),
         };
-        let (inner, reject) = (self.inner()?, Reject::new(argument, value, limit));
-        py.detach(|| inner.refuse(call, &reject));
+        let reject = Reject::new(argument, value, limit);
+        py.detach(|| self.inner.refuse(call, &reject));
         Ok(())
     }
 
@@ -210,10 +193,11 @@ impl Buffer {
         py: Python<'_>,
         handle: low_latency::HandleArguments,
     ) -> PyResult<Loan> {
-        let inner = self.inner()?;
         let made = py.detach(|| {
             let made = handle.handle()?;
-            let loan = inner.next_low_latency_combine_buffer(&made, handle.hidden())?;
+            let loan = self
+                .inner
+                .next_low_latency_combine_buffer(&made, handle.hidden())?;
             Loan::new(loan)
         });
         made.map_err(|error| raise(py, &error))
@@ -221,8 +205,7 @@ impl Buffer {
 
     /// A dense tensor in symmetric memory. Local.
     fn loan(&self, py: Python<'_>, dtype_name: &str, shape: Vec<usize>) -> PyResult<Loan> {
-        let inner = self.inner()?;
-        let made = py.detach(|| Loan::new(inner.loan(dtype(dtype_name)?, &shape)?));
+        let made = py.detach(|| Loan::new(self.inner.loan(dtype(dtype_name)?, &shape)?));
         made.map_err(|error| raise(py, &error))
     }
 
@@ -238,18 +221,18 @@ impl Buffer {
 
     /// Masks a rank, or takes it back.
     fn set_mask(&self, py: Python<'_>, rank: usize, masked: bool) -> PyResult<()> {
-        let done = self.inner()?.set_mask(Rank(rank), masked);
+        let done = self.inner.set_mask(Rank(rank), masked);
         done.map_err(|error| raise(py, &error))
     }
 
     /// Whether each rank is masked.
     fn masks(&self, py: Python<'_>) -> PyResult<Vec<bool>> {
-        self.inner()?.masks().map_err(|error| raise(py, &error))
+        self.inner.masks().map_err(|error| raise(py, &error))
     }
 
     /// Takes all masks back.
     fn clear_masks(&self, py: Python<'_>) -> PyResult<()> {
-        let done = self.inner()?.clear_masks();
+        let done = self.inner.clear_masks();
         done.map_err(|error| raise(py, &error))
     }
 
@@ -263,7 +246,7 @@ impl Buffer {
             calls,
             memory,
             ..
-        } = self.inner()?.statistics();
+        } = self.inner.statistics();
         let values = PyDict::new(py);
         for (name, value) in [
             ("row_bytes_copied", row_bytes_copied),

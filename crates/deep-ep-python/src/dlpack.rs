@@ -21,6 +21,9 @@ const USED: &CStr = c"used_dltensor";
 const VERSIONED: &CStr = c"dltensor_versioned";
 const USED_VERSIONED: &CStr = c"used_dltensor_versioned";
 
+/// Bit of a managed tensor's flags.
+const READ_ONLY: u64 = 1;
+
 const CPU: i32 = 1;
 const CUDA: i32 = 2;
 /// Host memory that a GPU can read, and memory that moves between both.
@@ -213,7 +216,7 @@ type Described = (usize, String, Vec<i64>, Vec<i64>, i32);
 /// A tensor of another library, kept until this object is dropped.
 #[pyclass(frozen, module = "deep_ep._native")]
 pub(crate) struct Foreign {
-    _managed: Taken,
+    managed: Taken,
     spec: Described,
 }
 
@@ -225,7 +228,7 @@ enum Taken {
 // SAFETY: DLPack's deleters may be called from any thread; here it is one that holds the
 // interpreter.
 unsafe impl Send for Taken {}
-// SAFETY: the pointers are only used by `drop`.
+// SAFETY: shared access only reads flags.
 unsafe impl Sync for Taken {}
 
 impl Drop for Taken {
@@ -254,6 +257,16 @@ impl Foreign {
     #[getter]
     fn spec(&self) -> Described {
         self.spec.clone()
+    }
+
+    /// Whether the library says that the tensor must not be written, which it can since DLPack 1.
+    #[getter]
+    fn read_only(&self) -> bool {
+        match self.managed {
+            Taken::Plain(_) => false,
+            // SAFETY: taken over from a capsule, and kept until `self` is dropped.
+            Taken::Versioned(managed) => unsafe { (*managed).flags & READ_ONLY != 0 },
+        }
     }
 }
 
@@ -284,10 +297,7 @@ pub(crate) fn from_dlpack(tensor: &Bound<'_, PyAny>, stream: Option<isize>) -> P
         Taken::Versioned(managed) => unsafe { &(**managed).tensor },
     };
     let spec = describe(tensor)?;
-    Ok(Foreign {
-        _managed: managed,
-        spec,
-    })
+    Ok(Foreign { managed, spec })
 }
 
 /// Takes the tensor out of a capsule and marks that as taken.

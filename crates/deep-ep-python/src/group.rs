@@ -6,7 +6,7 @@ use deep_ep::{Communicator, Error, bootstrap::AllGather};
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
-    blocking::{Cancel, wait_apart},
+    blocking::{Cancel, Released, wait_apart},
     errors::raise,
 };
 
@@ -17,7 +17,7 @@ use crate::{
 /// ranks that are threads of this process; `deep_ep.run_local` makes the threads, too.
 #[pyclass(frozen, module = "deep_ep")]
 pub(crate) struct Group {
-    pub(crate) communicator: Communicator,
+    pub(crate) communicator: Released<Communicator>,
     pub(crate) cancel: Cancel,
     /// The exchange is a Python callable: it must be called by a thread of the interpreter.
     pub(crate) callback: Option<Callback>,
@@ -64,7 +64,7 @@ impl AllGather for Callback {
 impl Group {
     fn new(communicator: Communicator) -> Self {
         Self {
-            communicator,
+            communicator: Released::new(communicator),
             cancel: Cancel::default(),
             callback: None,
         }
@@ -76,7 +76,7 @@ impl Group {
         py: Python<'_>,
         step: impl FnOnce(&Communicator) -> deep_ep::Result<R> + Send + 'static,
     ) -> PyResult<R> {
-        let communicator = self.communicator.clone();
+        let communicator = Communicator::clone(&self.communicator);
         let Some(callback) = &self.callback else {
             return wait_apart(py, &self.cancel, move || step(&communicator));
         };

@@ -123,7 +123,7 @@ pub(crate) fn layout(
     topk_idx: &Spec,
     num_experts: usize,
 ) -> PyResult<(Memory, Option<Memory>, Memory, Memory)> {
-    let inner = buffer.inner()?;
+    let inner = &buffer.inner;
     let made = py.detach(|| {
         // SAFETY: Python keeps the tensor during the call.
         let topk_idx = unsafe { topk_idx.read("topk_idx")? };
@@ -145,7 +145,7 @@ pub(crate) fn dispatch(
     arguments: &DispatchArguments,
     allocate: &Bound<'_, PyAny>,
 ) -> PyResult<(Vec<usize>, Option<Vec<Memory>>)> {
-    let inner = buffer.inner()?;
+    let inner = &buffer.inner;
     let prepared = py.detach(|| arguments.routes(inner.rank()));
     let routes = buffer.prepared(py, Call::Dispatch, prepared)?;
     // SAFETY: Python keeps the tensors until this function returns, and the call is over by then.
@@ -243,7 +243,7 @@ pub(crate) fn combine(
     py: Python<'_>,
     arguments: &CombineArguments,
 ) -> PyResult<()> {
-    let inner = buffer.inner()?;
+    let inner = &buffer.inner;
     let prepared = py.detach(|| arguments.handle.handle(inner.rank()));
     let handle = buffer.prepared(py, Call::Combine, prepared)?;
     // SAFETY: Python keeps the tensors until this function returns, and the call is over by then;

@@ -3,9 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use deep_ep::{
-    Call, CombineRows, CombineWire, LowLatencyCombineInput, LowLatencyConfig,
+    Call, CombineRows, CombineWire, DType, Error, LowLatencyCombineInput, LowLatencyConfig,
     LowLatencyDispatchInput, LowLatencyDispatchOutput, LowLatencyHandle, Result, RowFormat, Stream,
-    codec::ScaleFormat,
+    Tensor, codec::ScaleFormat,
 };
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
@@ -187,7 +187,7 @@ impl PendingLowLatencyDispatch {
 /// `recv_count` `[E/R]` i32.
 fn counts_memory(py: Python<'_>, counts: Vec<i32>) -> PyResult<Memory> {
     let counts = Arc::new(counts);
-    let tensor = deep_ep::Tensor::new(&counts, &[counts.len()]);
+    let tensor = Tensor::new(&counts, &[counts.len()]);
     let view = View::of(&tensor.map_err(|error| raise(py, &error))?);
     Ok(Memory::new(view, counts))
 }
@@ -223,10 +223,31 @@ pub(crate) struct CombineArguments<'py> {
     handle: HandleArguments,
     use_logfmt: bool,
     wait_stats: Option<Spec>,
+    /// Where the result will be wanted, looked at before anything is sent.
+    out: Spec,
     stream: usize,
 }
 
 impl CombineArguments<'_> {
+    /// A result that does not fit would be found when it is too late for the peers.
+    fn check_out(&self, x: &Tensor<'_>) -> Result<()> {
+        // SAFETY: Python keeps the tensor during this call, and nothing is written to it here.
+        let (out, idx) = unsafe { (self.out.write("out")?, self.topk_idx.read("topk_idx")?) };
+        let (Some(&tokens), Some(&hidden)) = (idx.shape().first(), x.shape().last()) else {
+            return Ok(());
+        };
+        let dense = out.strides().last() == Some(&1) || hidden == 1;
+        let fits = out.dtype() == DType::Bf16 && out.shape() == [tokens, hidden] && dense;
+        match fits && out.device() == x.device() {
+            true => Ok(()),
+            false => Err(Error::invalid(
+                "out",
+                format!("{out:?}"),
+                format!("must be bf16 [{tokens}, {hidden}] with dense rows, where x is"),
+            )),
+        }
+    }
+
     /// The input.
     ///
     /// # Safety
@@ -243,6 +264,7 @@ impl CombineArguments<'_> {
                 Some(loan) => CombineRows::Loan(loan),
                 None => CombineRows::Caller(self.x.read("x")?),
             };
+            self.check_out(&x.as_tensor())?;
             let topk_idx = self.topk_idx.read("topk_idx")?;
             let topk_weights = self.topk_weights.read("topk_weights")?;
             let stats = "combine_wait_recv_cost_stats";

@@ -80,32 +80,35 @@ class TorchArrays:
 
         self.torch = torch
         self.names: dict[Any, str] = {}
+        # What torch.from_dlpack calls when it has looked at devices and streams, of which a host
+        # call has none; a handle has six tensors, so it counts.
+        self.of_capsule = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
 
     def take(self, tensor: Any) -> Any:
         return tensor
 
     def spec(self, raw: Any) -> Spec:
-        device = raw.device
-        if device.type == "cpu":
+        if raw.is_cpu:
             ordinal = -1
-        elif device.type == "cuda":
-            ordinal = device.index
+        elif raw.is_cuda:
+            ordinal = raw.device.index
         else:
+            device = raw.device
             raise InvalidArgument(
                 f"a tensor is on {device}, but it must be on the CPU or on CUDA",
                 argument="device",
                 value=str(device),
                 limit="must be the CPU or CUDA",
             )
-        return raw.data_ptr(), self.name(raw.dtype), tuple(raw.shape), raw.stride(), ordinal
+        name = self.names.get(raw.dtype) or self.name(raw.dtype)
+        return raw.data_ptr(), name, raw.shape, raw.stride(), ordinal
 
     def read_only(self, raw: Any) -> bool:
         return False
 
     def name(self, dtype: Any) -> str:
-        name = self.names.get(dtype)
-        if name is None:
-            name = self.names[dtype] = str(dtype).rpartition(".")[2]
+        """``bfloat16`` of ``torch.bfloat16``."""
+        name = self.names[dtype] = str(dtype).rpartition(".")[2]
         return name
 
     def item(self, raw: Any) -> int:
@@ -132,7 +135,7 @@ class TorchArrays:
         return raw
 
     def of_memory(self, memory: _native.Memory, boolean: bool = False) -> Any:
-        tensor = self.torch.utils.dlpack.from_dlpack(memory)
+        tensor = self.of_capsule(memory.__dlpack__())
         return tensor.view(self.torch.bool) if boolean else tensor
 
     def copy(self, to: Any, memory: _native.Memory) -> None:

@@ -12,9 +12,8 @@ import sys
 from typing import Any, Optional, Protocol
 
 from . import _native
+from ._types import Spec
 from .errors import InvalidArgument, Unsupported
-
-Spec = tuple[int, str, tuple[int, ...], tuple[int, ...], int]
 
 #: Element types that the native module knows. Others may be dispatched, as bytes.
 KNOWN = frozenset(

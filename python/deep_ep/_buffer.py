@@ -11,6 +11,7 @@ from ._config import Config
 from ._group import adapt
 from ._high_throughput import HighThroughput
 from ._low_latency import LowLatency
+from ._types import Settings
 from .errors import InvalidArgument
 from .utils import EventHandle, EventOverlap
 
@@ -110,7 +111,7 @@ class Buffer(HighThroughput, LowLatency):
         device = None
         if os.environ.get("DEEP_EP_ENGINE", "").strip() != "cpu":
             device = _streams.current_device()
-        settings: _native.Settings = {
+        settings: Settings = {
             "scale_up_bytes": num_nvl_bytes,
             "low_latency_bytes": num_rdma_bytes if low_latency_mode else None,
             "num_sms": max(Buffer.num_sms, 1),

@@ -6,7 +6,8 @@ import operator
 from typing import Any, NoReturn, Optional
 
 from . import _arrays, _native, _streams
-from ._arrays import Arrays, Spec
+from ._arrays import Arrays
+from ._types import Spec
 from .errors import InvalidArgument
 from .utils import EventHandle, EventOverlap
 

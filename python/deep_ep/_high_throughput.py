@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Optional, Union
 
-from . import _native
-from ._arrays import Arrays, Spec
+from ._arrays import Arrays
 from ._calls import Arguments, Calls, as_bytes
 from ._config import Config
+from ._types import CombineArguments, DispatchArguments, Spec
 from .utils import EventOverlap
 
 #: Elements of a handle.
@@ -199,7 +199,7 @@ class HighThroughput(Calls):
         arguments: Arguments,
         travelling: list[Optional[Travelling]],
         config: Optional[Config],
-    ) -> _native.DispatchArguments:
+    ) -> DispatchArguments:
         x, scales, idx, weights = [None if each is None else each.spec for each in travelling]
         if x is None:
             arguments.reject("x", None, "must be a tensor, or a pair of rows and scales")
@@ -229,9 +229,7 @@ class HighThroughput(Calls):
         raise NotImplementedError
 
     @staticmethod
-    def _use_handle(
-        arguments: Arguments, native: _native.DispatchArguments, handle: tuple[Any, ...]
-    ) -> None:
+    def _use_handle(arguments: Arguments, native: DispatchArguments, handle: tuple[Any, ...]) -> None:
         """Routes of a handle. One of a worst-case dispatch gives as many rows again."""
         specs = handle_specs(arguments, handle)
         native["handle"] = specs
@@ -275,7 +273,7 @@ class HighThroughput(Calls):
         biases = bias if isinstance(bias, tuple) else (bias, None)
         if len(biases) != 2:
             arguments.reject("bias", f"a tuple of {len(biases)}", "must be a tensor or a pair")
-        native: _native.CombineArguments = {
+        native: CombineArguments = {
             "x": spec,
             "handle": specs,
             "topk_weights": arguments.optional("topk_weights", topk_weights),

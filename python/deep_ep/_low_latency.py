@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Callable, Optional
 
 from . import _native
-from ._arrays import Arrays, Spec
+from ._arrays import Arrays
 from ._calls import Arguments, Calls
+from ._types import LowLatencyCombineArguments, LowLatencyDispatchArguments, Spec
 from .errors import InvalidArgument
 from .utils import EventOverlap
 
@@ -114,7 +115,7 @@ class LowLatency(Calls):
             arguments.reject("use_ue8m0", True, "must come with round_scale")
         arrays, raw, spec = arguments.take("x", x)
         stats = cumulative_local_expert_recv_stats
-        native: _native.LowLatencyDispatchArguments = {
+        native: LowLatencyDispatchArguments = {
             "x": spec,
             "topk_idx": arguments.spec("topk_idx", topk_idx),
             "max_tokens_per_rank": arguments.count(HANDLE[2], num_max_dispatch_tokens_per_rank),
@@ -209,7 +210,7 @@ class LowLatency(Calls):
             result, to = arrays.wrap(combined), arrays.spec(combined)
         else:
             result, to = out, arguments.output("out", out)
-        native: _native.LowLatencyCombineArguments = {
+        native: LowLatencyCombineArguments = {
             "x": spec,
             "loan": self._next_combine if zero_copy else None,
             "topk_idx": idx,

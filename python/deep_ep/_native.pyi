@@ -1,65 +1,33 @@
 """The native module: see crates/deep-ep-python."""
 
 from collections.abc import Callable
-from typing import Any, Optional, TypedDict, final
+from typing import Any, Optional, final
 
-Spec = tuple[int, str, tuple[int, ...], tuple[int, ...], int]
+from ._types import (
+    CombineArguments,
+    DispatchArguments,
+    LowLatencyCombineArguments,
+    LowLatencyDispatchArguments,
+    LowLatencyHandle,
+    Settings,
+    Spec,
+)
+
+__all__ = [
+    "Buffer",
+    "Foreign",
+    "Group",
+    "Loan",
+    "Memory",
+    "PendingLowLatencyCombine",
+    "PendingLowLatencyDispatch",
+    "__version__",
+    "empty",
+    "from_dlpack",
+    "low_latency_bytes",
+]
 
 __version__: str
-
-class Settings(TypedDict):
-    scale_up_bytes: int
-    low_latency_bytes: Optional[int]
-    num_sms: int
-    enable_shrink: bool
-    device: Optional[int]
-
-class DispatchArguments(TypedDict):
-    x: Spec
-    scales: Optional[Spec]
-    layout: Optional[tuple[Spec, Spec, Spec]]
-    handle: Optional[tuple[Spec, Spec, Spec]]
-    topk_idx: Optional[Spec]
-    topk_weights: Optional[Spec]
-    expert_alignment: int
-    num_worst_tokens: Optional[int]
-    num_sms: int
-    stream: int
-
-class CombineArguments(TypedDict):
-    x: Spec
-    handle: tuple[Spec, Spec, Spec]
-    topk_weights: Optional[Spec]
-    bias: tuple[Optional[Spec], Optional[Spec]]
-    combined_x: Spec
-    combined_topk_weights: Optional[Spec]
-    num_sms: int
-    stream: int
-
-LowLatencyHandle = tuple[Spec, Spec, int, int, int]
-
-class LowLatencyDispatchArguments(TypedDict):
-    x: Spec
-    topk_idx: Spec
-    max_tokens_per_rank: int
-    num_experts: int
-    recv_stats: Optional[Spec]
-    wait_stats: Optional[Spec]
-    use_fp8: bool
-    round_scale: bool
-    use_ue8m0: bool
-    stream: int
-
-class LowLatencyCombineArguments(TypedDict):
-    x: Spec
-    loan: Optional[Loan]
-    topk_idx: Spec
-    topk_weights: Spec
-    handle: LowLatencyHandle
-    use_logfmt: bool
-    wait_stats: Optional[Spec]
-    out: Spec
-    stream: int
 
 @final
 class Group:

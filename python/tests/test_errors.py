@@ -165,7 +165,7 @@ def test_memory_of_a_device_is_refused_by_the_cpu_engine() -> None:
             buffer._core.layout(on_device, 4)
         x = (4096, "bfloat16", (2, 64), (64, 1), 0)
         routes, counts = _native.empty("bool", (2, 1)), _native.empty("int32", (1,))
-        arguments: _native.DispatchArguments = {
+        arguments: Any = {
             "x": x,
             "scales": None,
             "layout": (routes.spec, counts.spec, counts.spec),

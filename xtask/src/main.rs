@@ -1,4 +1,5 @@
-//! Tasks of this repository: `cargo xtask test`, `wheel`, `kernels`, `mutate`, `bench-cpu`.
+//! Tasks of this repository: `cargo xtask test`, `python`, `wheel`,
+//! `kernels`, `mutate`, `bench-cpu`.
 
 #![forbid(unsafe_code)]
 
@@ -19,6 +20,8 @@ use clap::Parser;
 enum Task {
     /// Test everything that can be tested on this machine
     Test(test::Args),
+    /// Test the Python package
+    Python(python::TestArgs),
     /// Build the Python package's wheel
     Wheel(python::Args),
     /// Compile every GPU kernel for every architecture, without a GPU
@@ -32,6 +35,7 @@ enum Task {
 fn main() -> ExitCode {
     let done = match Task::parse() {
         Task::Test(args) => test::run(&args),
+        Task::Python(args) => python::test(&args),
         Task::Wheel(args) => python::run(&args),
         Task::Kernels(args) => kernels::run(&args),
         Task::Mutate(args) => mutate::run(&args),

@@ -1,4 +1,4 @@
-//! The Python package: `cargo xtask wheel`, and its part of `cargo xtask test`.
+//! The Python package: `cargo xtask wheel`, `cargo xtask python`, and its part of `cargo xtask test`.
 //!
 //! Tools come from PyPI into an environment below `target`; nothing is installed elsewhere.
 
@@ -10,7 +10,10 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::command::{for_cargo, root, succeed, target};
+use crate::{
+    command::{for_cargo, root, succeed, target},
+    test::Steps,
+};
 
 /// What the environment holds.
 const REQUIREMENTS: &str = "python/requirements-test.txt";
@@ -20,6 +23,23 @@ pub(crate) struct Args {
     /// Folder for the wheel
     #[arg(long, default_value = "dist")]
     out: PathBuf,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct TestArgs {
+    /// Test with torch tensors, too; fetches torch unless python3 has it
+    #[arg(long)]
+    pub(crate) torch: bool,
+}
+
+/// Runs the package's part of the test alone.
+pub(crate) fn test(args: &TestArgs) -> Result<()> {
+    let mut steps = Steps::default();
+    for (name, command) in tests(args)? {
+        steps.run(name, command)?;
+    }
+    steps.summary();
+    Ok(())
 }
 
 /// Builds the wheel.
@@ -36,8 +56,8 @@ pub(crate) type Step = (&'static str, Command);
 
 /// The steps of the test; with `torch`, also on torch tensors, whose 3 GB are fetched the first
 /// time. Without, torch is used if `python3` has it.
-pub(crate) fn tests(torch: bool) -> Result<Vec<Step>> {
-    let environment = environment(torch)?;
+pub(crate) fn tests(args: &TestArgs) -> Result<Vec<Step>> {
+    let environment = environment(args.torch)?;
     let wheels = target().join("python-wheels");
     // Only the new one may be there, whatever its name is.
     if wheels.exists() {
@@ -60,6 +80,10 @@ pub(crate) fn tests(torch: bool) -> Result<Vec<Step>> {
         // The profile of the Rust tests, which have compiled most of it.
         ("wheel", environment.maturin("dev", &wheels)),
         ("wheel installed", install),
+        (
+            "python stubs",
+            run("mypy.stubtest", "--concise deep_ep._native"),
+        ),
         ("python tests", run("pytest", "-q --durations=5")),
     ])
 }

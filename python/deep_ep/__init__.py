@@ -71,4 +71,8 @@ def __getattr__(name: str) -> Any:
             import numpy
 
             return numpy.dtype("int64")
+    if name == "nn":
+        import importlib
+
+        return importlib.import_module(".nn", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -70,6 +70,9 @@ class Arrays(Protocol):
     def copy(self, to: Any, memory: _native.Memory) -> None:
         """Copies memory of the library to a raw output."""
 
+    def fill(self, to: Any, values: list[int]) -> None:
+        """Copies numbers to a raw tensor ``[len(values)]``."""
+
 
 class TorchArrays:
     """``torch.Tensor``."""
@@ -139,6 +142,9 @@ class TorchArrays:
 
     def copy(self, to: Any, memory: _native.Memory) -> None:
         to.copy_(self.of_memory(memory))
+
+    def fill(self, to: Any, values: list[int]) -> None:
+        to.copy_(self.torch.tensor(values, dtype=to.dtype, device="cpu"))
 
 
 class NumpyArrays:
@@ -215,6 +221,9 @@ class NumpyArrays:
     def copy(self, to: Any, memory: _native.Memory) -> None:
         to[...] = self.of_memory(memory)
 
+    def fill(self, to: Any, values: list[int]) -> None:
+        to[...] = values
+
 
 class ForeignArrays:
     """Tensors of a library that speaks DLPack and has an array API namespace."""
@@ -267,6 +276,9 @@ class ForeignArrays:
 
     def copy(self, to: Any, memory: _native.Memory) -> None:
         raise Unsupported("hooks need tensors of torch or numpy", argument="return_recv_hook")
+
+    def fill(self, to: Any, values: list[int]) -> None:
+        raise Unsupported("masks are written to tensors of torch or numpy", argument="mask_status")
 
 
 _BY_TYPE: dict[type, Arrays] = {}

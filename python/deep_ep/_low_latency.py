@@ -8,7 +8,6 @@ from . import _native
 from ._arrays import Arrays
 from ._calls import Arguments, Calls
 from ._types import LowLatencyCombineArguments, LowLatencyDispatchArguments, Spec
-from .errors import InvalidArgument
 from .utils import EventOverlap
 
 #: Elements of a handle.
@@ -256,18 +255,13 @@ class LowLatency(Calls):
 
     def low_latency_query_mask_buffer(self, mask_status: Any) -> None:
         """Fills ``mask_status`` int32 ``[R]``: 1 for masked ranks. Needs ``enable_shrink``."""
+        arguments = Arguments(self._core, None)
         masks = self._core.masks()
-        if tuple(mask_status.shape) != (len(masks),):
-            shape = tuple(mask_status.shape)
-            limit = f"must be int32 [{len(masks)}]"
-            raise InvalidArgument(
-                f"mask_status is {shape}, but it {limit}",
-                argument="mask_status",
-                value=shape,
-                limit=limit,
-            )
-        for rank, masked in enumerate(masks):
-            mask_status[rank] = int(masked)
+        shape = arguments.output("mask_status", mask_status)[2]
+        if tuple(shape) != (len(masks),):
+            arguments.reject("mask_status", tuple(shape), f"must be int32 [{len(masks)}]")
+        arrays = arguments.kind("mask_status", mask_status)
+        arrays.fill(mask_status, [int(masked) for masked in masks])
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Takes all masks back. Needs ``enable_shrink``."""

@@ -14,6 +14,7 @@ import pytest
 
 import deep_ep
 import reference
+from conftest import HAVE_TORCH
 from deep_ep import Buffer, Config, Group, _native, run_local
 from test_high_throughput import layout
 
@@ -24,6 +25,8 @@ def test_exports() -> None:
     from deep_ep.utils import EventHandle, EventOverlap
 
     assert (EventHandle, EventOverlap) == (deep_ep.EventHandle, deep_ep.EventOverlap)
+    if HAVE_TORCH:
+        assert callable(deep_ep.nn.dispatch)
     # Frameworks probe for these by name.
     assert not hasattr(deep_ep, "ElasticBuffer") and not hasattr(deep_ep, "HybridEPBuffer")
 

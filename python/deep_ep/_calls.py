@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, Optional
 
 from . import _arrays, _native, _streams
 from ._arrays import Arrays
+from ._config import Config
 from ._types import Spec
 from .errors import InvalidArgument
 from .utils import EventHandle, EventOverlap
@@ -25,6 +28,16 @@ class Calls:
         """The native buffer."""
         raise NotImplementedError
 
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """Settings of a dispatch among ``num_ranks`` ranks."""
+        raise NotImplementedError
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """Settings of a combine among ``num_ranks`` ranks."""
+        raise NotImplementedError
+
 
 class Arguments:
     """Tensors of one call, described for the native module and kept alive for it."""
@@ -35,18 +48,30 @@ class Arguments:
         #: Raw inputs.
         self.kept: list[Any] = []
 
-    def reject(self, argument: str, value: Any, limit: str) -> NoReturn:
-        """Tells the peers, which would wait for this rank, and raises."""
+    def _tell(self, argument: str, value: Any, limit: str) -> None:
         if self.call is not None:
             self.native.refuse(self.call, argument, str(value), limit)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """A step before the call, of whose failure (no memory) the peers are told."""
+        try:
+            yield
+        except InvalidArgument:
+            raise
+        except Exception as error:
+            self._tell("an output", f"not to be had ({error})", "must be had on every rank")
+            raise
+
+    def reject(self, argument: str, value: Any, limit: str) -> NoReturn:
+        """Tells the peers, which would wait for this rank, and raises."""
+        self._tell(argument, value, limit)
         raise InvalidArgument(
             f"{argument} is {value}, but it {limit}", argument=argument, value=value, limit=limit
         )
 
     def _rejected(self, error: InvalidArgument) -> NoReturn:
-        if self.call is not None:
-            why = (str(error.argument), str(error.value), str(error.limit))
-            self.native.refuse(self.call, *why)
+        self._tell(str(error.argument), error.value, str(error.limit))
         raise error
 
     def kind(self, argument: str, tensor: Any) -> Arrays:
@@ -66,8 +91,7 @@ class Arguments:
             self._rejected(error)
         except Exception as error:
             # Sparse tensors, arrays of objects, what a library does not export.
-            if self.call is not None:
-                self.native.refuse(self.call, argument, type(error).__name__, "must be a plain tensor")
+            self._tell(argument, type(error).__name__, "must be a plain tensor")
             raise
         self.kept.append(raw)
         return arrays, raw, spec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Optional, Union
 
+from . import _native
 from ._arrays import Arrays
 from ._calls import Arguments, Calls, as_bytes
 from ._config import Config
@@ -24,7 +25,7 @@ HANDLE = (
 Rows = Any
 
 
-class Travelling:
+class Traveller:
     """A tensor that travels in a dispatch, and what arrives of it."""
 
     def __init__(self, arguments: Arguments, argument: str, tensor: Any) -> None:
@@ -39,6 +40,80 @@ class Travelling:
         arrays = self.arrays
         self.arrived = arrays.empty((rows, self.width), arrays.dtype(self.raw), self.raw)
         return as_bytes(arrays, self.arrived, arrays.spec(self.arrived))
+
+
+class Travelling:
+    """Everything that travels in a dispatch."""
+
+    def __init__(self, arguments: Arguments, x: Any, scales: Any, idx: Any, weights: Any) -> None:
+        def traveller(argument: str, tensor: Any) -> Optional[Traveller]:
+            return None if tensor is None else Traveller(arguments, argument, tensor)
+
+        self.rows = Traveller(arguments, "x", x)
+        self.all = (
+            self.rows,
+            traveller("x[1] (scales)", scales),
+            traveller("topk_idx", idx),
+            traveller("topk_weights", weights),
+        )
+        if weights is not None and idx is None:
+            arguments.reject("topk_weights", "given", "must come with topk_idx")
+
+    def described(self) -> DispatchArguments:
+        """The native module's arguments, as far as these tensors are concerned."""
+        _, scales, idx, weights = (None if each is None else each.spec for each in self.all)
+        return {
+            "x": self.rows.spec,
+            "scales": scales,
+            "layout": None,
+            "handle": None,
+            "topk_idx": idx,
+            "topk_weights": weights,
+            "expert_alignment": 1,
+            "num_worst_tokens": None,
+            "num_sms": 1,
+            "stream": 0,
+        }
+
+    def allocate(self, rows: int) -> tuple[Optional[Spec], ...]:
+        """Makes the outputs, which have ``rows`` rows."""
+        return tuple(None if each is None else each.allocate(rows) for each in self.all)
+
+    def arrived(self) -> list[Any]:
+        """The outputs for the caller."""
+        return [None if each is None else each.arrays.wrap(each.arrived) for each in self.all]
+
+
+def use_layout(
+    arguments: Arguments, native: DispatchArguments, in_rank: Any, per_rank: Any, per_expert: Any
+) -> None:
+    """Routes that were computed before."""
+    named = (
+        ("is_token_in_rank", in_rank),
+        ("num_tokens_per_rank", per_rank),
+        ("num_tokens_per_expert", per_expert),
+    )
+    for name, tensor in named:
+        if tensor is None:
+            arguments.reject(name, None, "must be given when there is no handle")
+    routes, ranks, experts = (arguments.spec(*each) for each in named)
+    native["layout"] = (routes, ranks, experts)
+
+
+def use_handle(arguments: Arguments, native: DispatchArguments, handle: Any) -> None:
+    """Routes of a handle. One of a worst-case dispatch gives as many rows again."""
+    if native["topk_idx"] is not None or native["topk_weights"] is not None:
+        arguments.reject("topk_idx", "given", "must be left out with a handle")
+    specs = native["handle"] = handle_specs(arguments, handle)
+    rows = specs[1][2][0] if specs[1][2] else 0
+    native["num_worst_tokens"] = native["num_worst_tokens"] or rows or None
+
+
+def handle_of(arrays: Arrays, parts: list[_native.Memory]) -> tuple[Any, ...]:
+    """A handle: tensors that look into the library's memory."""
+    return tuple(
+        arrays.of_memory(part, boolean=name == "is_token_in_rank") for name, part in zip(HANDLE, parts)
+    )
 
 
 class HighThroughput(Calls):
@@ -139,103 +214,33 @@ class HighThroughput(Calls):
         arguments = Arguments(self._core, "dispatch")
         previous = arguments.previous(previous_event, async_finish, allocate_on_comm_stream)
         data, scales = x if isinstance(x, tuple) else (x, None)
-        travelling = [
-            None if tensor is None else Travelling(arguments, name, tensor)
-            for name, tensor in (
-                ("x", data),
-                ("x[1] (scales)", scales),
-                ("topk_idx", topk_idx),
-                ("topk_weights", topk_weights),
-            )
-        ]
-        native = self._dispatch_arguments(arguments, travelling, config)
+        if data is None:
+            arguments.reject("x", None, "must be a tensor, or a pair of rows and scales")
+        travelling = Travelling(arguments, data, scales, topk_idx, topk_weights)
+        if config is None:
+            config = self.get_dispatch_config(self.group_size)
+        native = travelling.described()
         native["expert_alignment"] = arguments.count("expert_alignment", expert_alignment)
         native["num_worst_tokens"] = arguments.count("num_worst_tokens", num_worst_tokens) or None
+        native["num_sms"] = arguments.count("num_sms", config.num_sms)
         if handle is not None:
-            if topk_idx is not None or topk_weights is not None:
-                arguments.reject("topk_idx", "given", "must be left out with a handle")
-            self._use_handle(arguments, native, handle)
+            use_handle(arguments, native, handle)
         else:
-            if topk_weights is not None and topk_idx is None:
-                arguments.reject("topk_weights", "given", "must come with topk_idx")
-            layout = {
-                "is_token_in_rank": is_token_in_rank,
-                "num_tokens_per_rank": num_tokens_per_rank,
-                "num_tokens_per_expert": num_tokens_per_expert,
-            }
-            for name, tensor in layout.items():
-                if tensor is None:
-                    arguments.reject(name, None, "must be given when there is no handle")
-            routes, ranks, experts = [arguments.spec(*named) for named in layout.items()]
-            native["layout"] = (routes, ranks, experts)
-
-        def allocate(rows: int) -> tuple[Optional[Spec], ...]:
-            return tuple(None if each is None else each.allocate(rows) for each in travelling)
-
+            use_layout(arguments, native, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
         call = self._timeline.begin(previous, async_finish, allocate_on_comm_stream)
         try:
             native["stream"] = call.stream
-            counts, parts = self._core.dispatch(native, allocate)
-            arrived = [None if each is None else each.arrays.wrap(each.arrived) for each in travelling]
-            made = None
-            if parts is not None and travelling[0] is not None:
-                arrays = travelling[0].arrays
-                made = tuple(
-                    arrays.of_memory(part, boolean=name == "is_token_in_rank")
-                    for name, part in zip(HANDLE, parts)
-                )
-            inputs = (data, scales, topk_idx, topk_weights, is_token_in_rank)
-            event = call.end((*inputs, *arrived, *(made or ()), *(handle or ())))
+            counts, parts = self._core.dispatch(native, travelling.allocate)
+            recv_x, recv_scales, recv_idx, recv_weights = arrived = travelling.arrived()
+            made = None if parts is None else handle_of(travelling.rows.arrays, parts)
+            inputs = (data, scales, topk_idx, topk_weights, is_token_in_rank, *(handle or ()))
+            event = call.end((*inputs, *arrived, *(made or ())))
         finally:
             call.leave()
-        recv_x, recv_scales, recv_idx, recv_weights = arrived
         rows = recv_x if scales is None else (recv_x, recv_scales)
         if handle is not None:
             return rows, None, None, None, None, event
         return rows, recv_idx, recv_weights, counts, made, event
-
-    def _dispatch_arguments(
-        self,
-        arguments: Arguments,
-        travelling: list[Optional[Travelling]],
-        config: Optional[Config],
-    ) -> DispatchArguments:
-        x, scales, idx, weights = [None if each is None else each.spec for each in travelling]
-        if x is None:
-            arguments.reject("x", None, "must be a tensor, or a pair of rows and scales")
-        if config is None:
-            config = self.get_dispatch_config(self.group_size)
-        return {
-            "x": x,
-            "scales": scales,
-            "layout": None,
-            "handle": None,
-            "topk_idx": idx,
-            "topk_weights": weights,
-            "expert_alignment": 1,
-            "num_worst_tokens": None,
-            "num_sms": arguments.count("num_sms", config.num_sms),
-            "stream": 0,
-        }
-
-    @staticmethod
-    def get_dispatch_config(num_ranks: int) -> Config:
-        """Settings of a dispatch among ``num_ranks`` ranks."""
-        raise NotImplementedError
-
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        """Settings of a combine among ``num_ranks`` ranks."""
-        raise NotImplementedError
-
-    @staticmethod
-    def _use_handle(arguments: Arguments, native: DispatchArguments, handle: tuple[Any, ...]) -> None:
-        """Routes of a handle. One of a worst-case dispatch gives as many rows again."""
-        specs = handle_specs(arguments, handle)
-        native["handle"] = specs
-        rows = specs[1][2][0] if specs[1][2] else 0
-        if native["num_worst_tokens"] is None and rows:
-            native["num_worst_tokens"] = rows
 
     def combine(
         self,
@@ -286,19 +291,11 @@ class HighThroughput(Calls):
             "num_sms": arguments.count("num_sms", config.num_sms),
             "stream": 0,
         }
-        tokens = specs[2][2][0] if specs[2][2] else 0
         call = self._timeline.begin(previous, async_finish, allocate_on_comm_stream)
         try:
             native["stream"] = call.stream
-            width = spec[2][-1] if spec[2] else 0
-            combined = arrays.empty((tokens, width), arrays.dtype(raw), raw)
-            native["combined_x"] = arrays.spec(combined)
-            weights = None
-            if native["topk_weights"] is not None:
-                shape = native["topk_weights"][2]
-                columns = shape[-1] if shape else 0
-                weights = arrays.empty((tokens, columns), arrays.named("float32"), raw)
-                native["combined_topk_weights"] = arrays.spec(weights)
+            with arguments.told():
+                combined, weights = combine_outputs(native, arrays, raw)
             self._core.combine(native)
             combined = arrays.wrap(combined)
             weights = None if weights is None else arrays.wrap(weights)
@@ -306,6 +303,20 @@ class HighThroughput(Calls):
         finally:
             call.leave()
         return combined, weights, event
+
+
+def combine_outputs(native: CombineArguments, arrays: Arrays, like: Any) -> tuple[Any, Any]:
+    """Makes combine's outputs, of which the second may be ``None``, and puts them into ``native``."""
+    routes, rows, weights = native["handle"][2], native["x"], native["topk_weights"]
+    tokens, width = routes[2][0] if routes[2] else 0, rows[2][-1] if rows[2] else 0
+    combined = arrays.empty((tokens, width), arrays.dtype(like), like)
+    native["combined_x"] = arrays.spec(combined)
+    if weights is None:
+        return combined, None
+    columns = weights[2][-1] if weights[2] else 0
+    summed = arrays.empty((tokens, columns), arrays.named("float32"), like)
+    native["combined_topk_weights"] = arrays.spec(summed)
+    return combined, summed
 
 
 def handle_specs(arguments: Arguments, handle: Any) -> tuple[Spec, Spec, Spec]:

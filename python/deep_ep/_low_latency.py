@@ -205,8 +205,9 @@ class LowLatency(Calls):
         stats = combine_wait_recv_cost_stats
         if out is None:
             shape = (idx[2][0] if idx[2] else 0, spec[2][-1] if spec[2] else 0)
-            combined = arrays.empty(shape, arrays.named("bfloat16"), raw)
-            result, to = arrays.wrap(combined), arrays.spec(combined)
+            with arguments.told():
+                combined = arrays.empty(shape, arrays.named("bfloat16"), raw)
+                result, to = arrays.wrap(combined), arrays.spec(combined)
         else:
             result, to = out, arguments.output("out", out)
         native: LowLatencyCombineArguments = {

@@ -213,6 +213,40 @@ def test_an_output_that_cannot_be_written_is_found_before_the_send(kit: Any) -> 
     run_local(rank, 2)
 
 
+def test_a_rank_without_memory_for_an_output_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deep_ep._arrays import NumpyArrays
+    from kit import NumpyKit
+
+    world, kit = reference.make(44, 2), NumpyKit()
+    right = NumpyArrays.empty
+
+    def rank(group: Group) -> None:
+        me = group.rank()
+        buffer = Buffer(group)
+        arguments = layout(buffer, kit, world)
+        recv, _, _, _, handle, _ = buffer.dispatch(world.x[me], **arguments)
+        assert handle is not None
+
+        def empty(self: Any, shape: Any, dtype: Any, like: Any, strides: Any = None) -> Any:
+            if me == 0 and shape[0] == world.tokens[0]:
+                raise MemoryError("there is none")
+            return right(self, shape, dtype, like, strides)
+
+        group.barrier()
+        if me == 0:
+            monkeypatch.setattr(NumpyArrays, "empty", empty)
+        group.barrier()
+        with pytest.raises((MemoryError, deep_ep.PeerRejected)) as caught:
+            buffer.combine(recv, handle)
+        assert isinstance(caught.value, MemoryError) == (me == 0)
+        group.barrier()
+        monkeypatch.undo()
+        group.barrier()
+        buffer.combine(recv, handle)
+
+    run_local(rank, 2)
+
+
 def test_keywords_of_forks_are_a_type_error(kit: Any) -> None:
     def rank(group: Group) -> None:
         buffer: Any = Buffer(group)

@@ -34,6 +34,9 @@ KNOWN = frozenset(
 class Arrays(Protocol):
     """One kind of tensor."""
 
+    #: Whether a tensor may be filled after it was given to the caller.
+    mutable: bool
+
     def take(self, tensor: Any) -> Any:
         """The raw form of an input."""
 
@@ -76,6 +79,8 @@ class Arrays(Protocol):
 
 class TorchArrays:
     """``torch.Tensor``."""
+
+    mutable = True
 
     def __init__(self) -> None:
         import torch
@@ -149,6 +154,8 @@ class TorchArrays:
 
 class NumpyArrays:
     """``numpy.ndarray``, with ``ml_dtypes`` for bf16 and FP8."""
+
+    mutable = True
 
     def __init__(self) -> None:
         import numpy
@@ -227,6 +234,8 @@ class NumpyArrays:
 
 class ForeignArrays:
     """Tensors of a library that speaks DLPack and has an array API namespace."""
+
+    mutable = False
 
     def __init__(self, example: Any) -> None:
         namespace = getattr(example, "__array_namespace__", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Optional
 
-from . import _native
+from . import _native, _streams
 from ._arrays import Arrays
 from ._calls import Arguments, Calls
 from ._types import LowLatencyCombineArguments, LowLatencyDispatchArguments, Spec
@@ -31,7 +31,7 @@ class Arrival:
     def __init__(self, arrays: Arrays, like: Any, sizes: tuple[int, int, int], format: str) -> None:
         """``sizes`` are local experts, rows of each, hidden; ``format`` bf16, f32 or ue8m0."""
         self.arrays, self.like = arrays, like
-        local, rows, hidden = sizes
+        local, rows, hidden = self.sizes = sizes
         self.scales: Any = None
         if format == "bf16":
             self.x = arrays.empty(sizes, arrays.named("bfloat16"), like)
@@ -47,6 +47,21 @@ class Arrival:
         """Descriptions of rows and scales."""
         arrays = self.arrays
         return arrays.spec(self.x), None if self.scales is None else arrays.spec(self.scales)
+
+    def later(self, pending: _native.PendingLowLatencyDispatch, ranks: int) -> tuple[list[Any], Hook]:
+        """``recv_count``, ``src_info`` and ``layout_range``, which the hook fills with the rest."""
+        arrays, like, (local, rows, _) = self.arrays, self.like, self.sizes
+        tables = (
+            arrays.empty((local,), arrays.named("int32"), like),
+            arrays.empty((local, rows), arrays.named("int32"), like),
+            arrays.empty((local, ranks), arrays.named("int64"), like),
+        )
+
+        def hook() -> None:
+            for to, memory in zip(tables, pending.finish(*self.specs())):
+                arrays.copy(to, memory)
+
+        return [arrays.wrap(table) for table in tables], hook
 
     def rows(self) -> Rows:
         """What the caller gets."""
@@ -108,11 +123,10 @@ class LowLatency(Calls):
             filled by the hook.
         """
         arguments = Arguments(self._core, "low_latency_dispatch")
-        if return_recv_hook and async_finish:
-            arguments.reject("async_finish", True, "must be False with return_recv_hook")
         if use_ue8m0 and not round_scale:
             arguments.reject("use_ue8m0", True, "must come with round_scale")
         arrays, raw, spec = arguments.take("x", x)
+        check_hook(arguments, arrays, async_finish, return_recv_hook)
         stats = cumulative_local_expert_recv_stats
         native: LowLatencyDispatchArguments = {
             "x": spec,
@@ -130,36 +144,24 @@ class LowLatency(Calls):
         }
         format = ("ue8m0" if use_ue8m0 else "f32") if use_fp8 else "bf16"
         self._next_combine = None
-        call = (
-            self._timeline.begin_here()
-            if return_recv_hook
-            else self._timeline.begin(None, async_finish, False)
-        )
+        call = self._begin(async_finish, return_recv_hook)
         native["stream"] = call.stream
         pending = self._core.low_latency_dispatch(native, tuple(arguments.kept))
-        local = num_experts // self.group_size
-        sizes = (local, self.group_size * num_max_dispatch_tokens_per_rank, spec[2][1])
+        most = native["max_tokens_per_rank"]
+        sizes = (num_experts // self.group_size, self.group_size * most, spec[2][1])
         arrival = Arrival(arrays, raw, sizes, format)
-        numbers = (num_max_dispatch_tokens_per_rank, sizes[2], num_experts)
-        if not return_recv_hook:
-            count, info, layout = map(arrays.of_memory, pending.finish(*arrival.specs()))
-            made = (arrival.x, arrival.scales, count, info, layout)
-            event = call.end(())
-            event.extra_tensors = (x, topk_idx, stats, *made)
-            return arrival.rows(), count, (info, layout, *numbers), event, None
-        tables = (
-            arrays.empty((local,), arrays.named("int32"), raw),
-            arrays.empty(sizes[:2], arrays.named("int32"), raw),
-            arrays.empty((local, self.group_size), arrays.named("int64"), raw),
-        )
+        numbers = (most, sizes[2], num_experts)
+        if return_recv_hook:
+            (count, *tables), hook = arrival.later(pending, self.group_size)
+            return arrival.rows(), count, (*tables, *numbers), EventOverlap(None), hook
+        count, *tables = map(arrays.of_memory, pending.finish(*arrival.specs()))
+        event = call.end(())
+        event.extra_tensors = (x, topk_idx, stats, arrival.x, arrival.scales, count, *tables)
+        return arrival.rows(), count, (*tables, *numbers), event, None
 
-        def hook() -> None:
-            for to, memory in zip(tables, pending.finish(*arrival.specs())):
-                arrays.copy(to, memory)
-
-        count, info, layout = map(arrays.wrap, tables)
-        event = EventOverlap(None)
-        return arrival.rows(), count, (info, layout, *numbers), event, hook
+    def _begin(self, async_finish: bool, hook: bool) -> _streams.Call:
+        """Both halves of a call with a hook are on the current stream."""
+        return self._timeline.begin_here() if hook else self._timeline.begin(None, async_finish, False)
 
     def low_latency_combine(
         self,
@@ -193,23 +195,24 @@ class LowLatency(Calls):
             ``combined_x`` ``[T, H]`` bf16 (``out`` if given), the event, and the hook or ``None``.
         """
         arguments = Arguments(self._core, "low_latency_combine")
-        if return_recv_hook and async_finish:
-            arguments.reject("async_finish", True, "must be False with return_recv_hook")
         if zero_copy and use_logfmt:
             arguments.reject("use_logfmt", True, "must be False with zero_copy")
         if zero_copy and self._next_combine is None:
             limit = "must come after get_next_low_latency_combine_buffer"
             arguments.reject("zero_copy", True, limit)
         arrays, raw, spec = arguments.take("x", x)
+        check_hook(arguments, arrays, async_finish, return_recv_hook)
         idx = arguments.spec("topk_idx", topk_idx)
         stats = combine_wait_recv_cost_stats
         if out is None:
             shape = (idx[2][0] if idx[2] else 0, spec[2][-1] if spec[2] else 0)
             with arguments.told():
                 combined = arrays.empty(shape, arrays.named("bfloat16"), raw)
-                result, to = arrays.wrap(combined), arrays.spec(combined)
+                to = arrays.spec(combined)
+            # The pending call keeps it, whatever the caller does with it before the hook.
+            arguments.kept.append(combined)
         else:
-            result, to = out, arguments.output("out", out)
+            to = arguments.output("out", out)
         native: LowLatencyCombineArguments = {
             "x": spec,
             "loan": self._next_combine if zero_copy else None,
@@ -222,25 +225,22 @@ class LowLatency(Calls):
             "stream": 0,
         }
         self._next_combine = None
-        call = (
-            self._timeline.begin_here()
-            if return_recv_hook
-            else self._timeline.begin(None, async_finish, False)
-        )
+        call = self._begin(async_finish, return_recv_hook)
         native["stream"] = call.stream
         pending = self._core.low_latency_combine(native, tuple(arguments.kept))
 
+        def result() -> Any:
+            return arrays.wrap(combined) if out is None else out
+
         def hook() -> None:
-            # Named here so that the memory lives until the hook is gone.
-            _ = result
             pending.finish(to)
 
         if return_recv_hook:
-            return result, EventOverlap(None), hook
+            return result(), EventOverlap(None), hook
         hook()
         event = call.end(())
-        event.extra_tensors = (x, topk_idx, topk_weights, *handle[:2], result)
-        return result, event, None
+        event.extra_tensors = (x, topk_idx, topk_weights, *handle[:2], result())
+        return event.extra_tensors[-1], event, None
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Any:
         """``[E/R, R*M, H]`` bf16 to be filled for the next call, a combine with ``zero_copy``."""
@@ -267,6 +267,14 @@ class LowLatency(Calls):
     def low_latency_clean_mask_buffer(self) -> None:
         """Takes all masks back. Needs ``enable_shrink``."""
         self._core.clear_masks()
+
+
+def check_hook(arguments: Arguments, arrays: Arrays, async_finish: bool, hook: bool) -> None:
+    """Whether a call may have a hook, if it is to have one."""
+    if hook and async_finish:
+        arguments.reject("async_finish", True, "must be False with return_recv_hook")
+    if hook and not arrays.mutable:
+        arguments.reject("return_recv_hook", True, "must be False unless tensors are torch's or numpy's")
 
 
 def handle_specs(arguments: Arguments, handle: Any) -> tuple[Spec, Spec, int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,35 @@ def test_combine_weights_and_sums(kit: Any, mode: str) -> None:
                 assert (np.abs(got - exact) <= bound + 2.0**-133).all()
 
     run_local(rank, 3)
+
+
+def test_a_hook_may_outlive_what_the_caller_holds(kit: Any) -> None:
+    world = reference.make(35, 2, hidden=4096)
+    world.weights = [np.where(np.isnan(w), 0, w) for w in world.weights]
+
+    def rank(group: Group) -> None:
+        me = group.rank()
+        buffer = buffer_for(group, world)
+
+        def send() -> Any:
+            x, idx = kit.tensor(world.x[me].copy()), kit.tensor(world.idx[me].copy())
+            recv, _, handle, _, hook = buffer.low_latency_dispatch(
+                x, idx, MOST, world.experts, use_fp8=False, return_recv_hook=True
+            )
+            assert hook is not None
+            hook()
+            weights = kit.tensor(world.weights[me].copy())
+            return buffer.low_latency_combine(recv, idx, weights, handle, return_recv_hook=True)[2]
+
+        hooks = [send()]
+        gc.collect()
+        hooks.pop()()
+        # A call that is never received is abandoned, on all ranks alike; the next one works.
+        send()
+        gc.collect()
+        send()()
+
+    run_local(rank, 2)
 
 
 def test_a_handle_may_be_taken_apart_and_used_for_rows_of_another_size(kit: Any) -> None:

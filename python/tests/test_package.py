@@ -170,6 +170,8 @@ def test_tensors_of_other_libraries_enter_and_leave_by_dlpack() -> None:
         assert recv.tolist() == rows
         assert idx.tolist() == [world.local_idx(me, *at) for at in world.arrivals(me)]
         combined, _, _ = buffer.combine(Other(np.array(recv)), handle)
+        with pytest.raises(deep_ep.InvalidArgument):
+            buffer.low_latency_dispatch(Other(x[me]), Other(world.idx[me]), 9, 4, return_recv_hook=True)
         outputs = [np.stack([x[s][t] for s, t in world.arrivals(r)]) for r in range(2)]
         assert combined.tobytes() == reference.combine(world, me, outputs, []).tobytes()
 

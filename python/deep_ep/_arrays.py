@@ -70,6 +70,9 @@ class Arrays(Protocol):
     def of_memory(self, memory: _native.Memory, boolean: bool = False) -> Any:
         """A tensor to give to the caller, in memory of the library."""
 
+    def rows_of(self, memory: _native.Memory, dtype: Any) -> Any:
+        """A tensor to give to the caller, in memory of the library that holds such elements."""
+
     def copy(self, to: Any, memory: _native.Memory) -> None:
         """Copies memory of the library to a raw output."""
 
@@ -144,6 +147,10 @@ class TorchArrays:
     def of_memory(self, memory: _native.Memory, boolean: bool = False) -> Any:
         tensor = self.of_capsule(memory.__dlpack__())
         return tensor.view(self.torch.bool) if boolean else tensor
+
+    def rows_of(self, memory: _native.Memory, dtype: Any) -> Any:
+        tensor = self.of_capsule(memory.__dlpack__())
+        return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
     def copy(self, to: Any, memory: _native.Memory) -> None:
         to.copy_(self.of_memory(memory))
@@ -225,6 +232,10 @@ class NumpyArrays:
         name = memory.spec[1]
         return array if array.dtype.name == name else array.view(self.named(name))
 
+    def rows_of(self, memory: _native.Memory, dtype: Any) -> Any:
+        array = self.numpy.asarray(memory)
+        return array if array.dtype == dtype else array.view(dtype)
+
     def copy(self, to: Any, memory: _native.Memory) -> None:
         to[...] = self.of_memory(memory)
 
@@ -282,6 +293,9 @@ class ForeignArrays:
     def of_memory(self, memory: _native.Memory, boolean: bool = False) -> Any:
         array = self.module.from_dlpack(memory)
         return array != 0 if boolean else array
+
+    def rows_of(self, memory: _native.Memory, dtype: Any) -> Any:
+        return self.module.from_dlpack(memory)
 
     def copy(self, to: Any, memory: _native.Memory) -> None:
         raise Unsupported("hooks need tensors of torch or numpy", argument="return_recv_hook")

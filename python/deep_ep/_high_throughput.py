@@ -35,6 +35,10 @@ class Traveller:
         self.width = spec[2][-1] if spec[2] else 0
         self.arrived: Any = None
 
+    def dtype(self) -> Any:
+        """Element type."""
+        return self.arrays.dtype(self.raw)
+
     def allocate(self, rows: int) -> Spec:
         """Makes the output and describes it."""
         arrays = self.arrays
@@ -72,6 +76,8 @@ class Travelling:
             "expert_alignment": 1,
             "num_worst_tokens": None,
             "num_sms": 1,
+            "loan": self.rows.arrays.mutable
+            and all(each is None or each.spec[4] < 0 for each in self.all),
             "stream": 0,
         }
 
@@ -79,9 +85,14 @@ class Travelling:
         """Makes the outputs, which have ``rows`` rows."""
         return tuple(None if each is None else each.allocate(rows) for each in self.all)
 
-    def arrived(self) -> list[Any]:
-        """The outputs for the caller."""
-        return [None if each is None else each.arrays.wrap(each.arrived) for each in self.all]
+    def arrived(self, lent: Optional[list[Optional[_native.Memory]]]) -> list[Any]:
+        """The outputs for the caller, in memory of the library if that was lent."""
+        if lent is None:
+            return [None if each is None else each.arrays.wrap(each.arrived) for each in self.all]
+        return [
+            None if each is None or memory is None else each.arrays.rows_of(memory, each.dtype())
+            for each, memory in zip(self.all, lent)
+        ]
 
 
 def use_layout(
@@ -230,8 +241,8 @@ class HighThroughput(Calls):
         call = self._timeline.begin(previous, async_finish, allocate_on_comm_stream)
         try:
             native["stream"] = call.stream
-            counts, parts = self._core.dispatch(native, travelling.allocate)
-            recv_x, recv_scales, recv_idx, recv_weights = arrived = travelling.arrived()
+            counts, parts, lent = self._core.dispatch(native, travelling.allocate)
+            recv_x, recv_scales, recv_idx, recv_weights = arrived = travelling.arrived(lent)
             made = None if parts is None else handle_of(travelling.rows.arrays, parts)
             inputs = (data, scales, topk_idx, topk_weights, is_token_in_rank, *(handle or ()))
             event = call.end((*inputs, *arrived, *(made or ())))

@@ -34,6 +34,7 @@ class DispatchArguments(TypedDict):
     expert_alignment: int
     num_worst_tokens: Optional[int]
     num_sms: int
+    loan: bool
     stream: int
 
 

@@ -175,6 +175,7 @@ def test_memory_of_a_device_is_refused_by_the_cpu_engine() -> None:
             "expert_alignment": 1,
             "num_worst_tokens": None,
             "num_sms": 2,
+            "loan": False,
             "stream": 0,
         }
         with pytest.raises(deep_ep.InvalidArgument, match="host") as caught:

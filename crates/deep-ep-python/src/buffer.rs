@@ -151,14 +151,14 @@ impl Buffer {
         high_throughput::layout(self, py, &topk_idx, num_experts)
     }
 
-    /// Dispatches; `allocate(rows)` returns the outputs. Returns
-    /// `(num_recv_tokens_per_expert, the tensors of the handle or None)`.
+    /// Dispatches. Without `loan`, `allocate(rows)` provides the outputs. Returns
+    /// `(num_recv_tokens_per_expert, the tensors of the handle or None, outputs with loan or None)`.
     fn dispatch(
         &self,
         py: Python<'_>,
         arguments: DispatchArguments,
         allocate: &Bound<'_, PyAny>,
-    ) -> PyResult<(Vec<usize>, Option<Vec<Memory>>)> {
+    ) -> PyResult<high_throughput::Arrived> {
         high_throughput::dispatch(self, py, &arguments, allocate)
     }
 

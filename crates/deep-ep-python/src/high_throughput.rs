@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use deep_ep::{
-    Call, CombineInput, CombineOutput, DispatchHandle, DispatchInput, DispatchOutput, Landing,
-    Layout, Rank, Result, Routes, Stream, TopK,
+    Call, CombineInput, CombineOutput, DispatchHandle, DispatchInput, DispatchOutput, Dispatched,
+    Landing, Layout, OwnedTensor, Rank, ReceivedCounts, Result, Routes, Stream, TopK,
 };
 use pyo3::prelude::*;
 
 use crate::{
     buffer::Buffer,
     errors::raise,
-    memory::{Memory, View},
+    memory::{Loan, Memory, View},
     tensor::{Spec, read_optional, write_optional},
 };
 
@@ -48,6 +48,8 @@ pub(crate) struct DispatchArguments {
     expert_alignment: usize,
     num_worst_tokens: Option<usize>,
     num_sms: usize,
+    /// Whether outputs are memory of the library: rows are then written once, at their final place.
+    loan: bool,
     stream: usize,
 }
 
@@ -103,7 +105,11 @@ impl DispatchArguments {
             scales,
             expert_alignment: self.expert_alignment,
             num_worst_tokens: self.num_worst_tokens,
-            landing: Landing::Caller,
+            landing: if self.loan {
+                Landing::Loan
+            } else {
+                Landing::Caller
+            },
             num_sms: Some(self.num_sms),
             // SAFETY: Python holds the stream while the call runs.
             stream: unsafe { Stream::from_raw(self.stream) },
@@ -139,18 +145,40 @@ pub(crate) fn layout(
     ))
 }
 
+/// What a dispatch returns to Python: rows of each local expert; the tensors of the handle, unless
+/// one was given; and the outputs, if they are memory of the library.
+pub(crate) type Arrived = (Vec<usize>, Option<Vec<Memory>>, Option<Vec<Option<Memory>>>);
+
 pub(crate) fn dispatch(
     buffer: &Buffer,
     py: Python<'_>,
     arguments: &DispatchArguments,
     allocate: &Bound<'_, PyAny>,
-) -> PyResult<(Vec<usize>, Option<Vec<Memory>>)> {
+) -> PyResult<Arrived> {
     let inner = &buffer.inner;
     let prepared = py.detach(|| arguments.routes(inner.rank()));
     let routes = buffer.prepared(py, Call::Dispatch, prepared)?;
     // SAFETY: Python keeps the tensors until this function returns, and the call is over by then.
     let prepared = unsafe { arguments.input(&routes) };
     let input = buffer.prepared(py, Call::Dispatch, prepared)?;
+    let (counts, handle, outputs) = if arguments.loan {
+        let lent = buffer.run(py, |buffer| lend(buffer.dispatch(input)?.finish()?))?;
+        (lent.0, lent.1, Some(lent.2))
+    } else {
+        let (counts, handle) = dispatch_into(buffer, py, input, allocate)?;
+        (counts, handle, None)
+    };
+    let handle = arguments.handle.is_none().then(|| parts(&handle));
+    Ok((counts.tokens_per_expert, handle, outputs))
+}
+
+/// Dispatches into memory that `allocate(rows)` provides.
+fn dispatch_into(
+    buffer: &Buffer,
+    py: Python<'_>,
+    input: DispatchInput<'_>,
+    allocate: &Bound<'_, PyAny>,
+) -> PyResult<(ReceivedCounts, DispatchHandle)> {
     let (pending, rows) = buffer.run(py, |buffer| {
         let mut pending = buffer.dispatch(input)?;
         let rows = pending.counts()?.output_rows;
@@ -158,7 +186,7 @@ pub(crate) fn dispatch(
     })?;
     // Dropping the pending call when this fails tells the peers.
     let outputs: Outputs = allocate.call1((rows,))?.extract()?;
-    let (counts, handle) = buffer.run(py, move |_| {
+    buffer.run(py, move |_| {
         // SAFETY: as for the inputs; nobody else knows the new tensors.
         let outputs = unsafe {
             DispatchOutput {
@@ -169,9 +197,22 @@ pub(crate) fn dispatch(
             }
         };
         pending.finish_into(outputs)
-    })?;
-    let handle = arguments.handle.is_none().then(|| parts(&handle));
-    Ok((counts.tokens_per_expert, handle))
+    })
+}
+
+/// The outputs of a dispatch as memory of the library.
+fn lend(dispatched: Dispatched) -> Result<(ReceivedCounts, DispatchHandle, Vec<Option<Memory>>)> {
+    let owned = |tensor: OwnedTensor| {
+        let owner = Arc::new(tensor);
+        Memory::new(View::of(&owner.as_tensor()), owner)
+    };
+    let outputs = vec![
+        Some(Loan::new(dispatched.x)?.memory().as_plain()),
+        dispatched.scales.map(owned),
+        dispatched.topk_idx.map(owned),
+        dispatched.topk_weights.map(owned),
+    ];
+    Ok((dispatched.counts, dispatched.handle, outputs))
 }
 
 /// The tensors that a handle consists of, in the order of the tuple.

@@ -62,6 +62,14 @@ impl Memory {
         Self { view, owner }
     }
 
+    /// The same memory with FP8 codes as bytes, which every version of every library takes.
+    pub(crate) fn as_plain(mut self) -> Self {
+        if self.view.dtype == "float8_e4m3fn" {
+            self.view.dtype = "uint8";
+        }
+        self
+    }
+
     /// A dictionary of numpy's array interface, version 3, which CUDA's shares.
     fn interface<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let View { item, dtype, .. } = self.view;
@@ -185,7 +193,7 @@ impl Loan {
 #[pymethods]
 impl Loan {
     /// The memory, for reading and writing.
-    fn memory(&self) -> Memory {
+    pub(crate) fn memory(&self) -> Memory {
         Memory::new(self.view.clone(), self.loan.clone())
     }
 }

@@ -21,6 +21,9 @@ HANDLE = (
     "send_head",
 )
 
+#: Element types that combine takes.
+SUMMABLE = ("bfloat16", "float16", "float32")
+
 #: ``[T, H]`` rows, or FP8 rows and their scales.
 Rows = Any
 
@@ -306,28 +309,47 @@ class HighThroughput(Calls):
         try:
             native["stream"] = call.stream
             with arguments.told():
-                combined, weights = combine_outputs(native, arrays, raw)
+                outputs = Combined(self._core, native, arrays, raw)
             self._core.combine(native)
-            combined = arrays.wrap(combined)
-            weights = None if weights is None else arrays.wrap(weights)
+            combined, weights = outputs.wrapped()
             event = call.end((x, topk_weights, *biases, *handle, combined, weights))
         finally:
             call.leave()
         return combined, weights, event
 
 
-def combine_outputs(native: CombineArguments, arrays: Arrays, like: Any) -> tuple[Any, Any]:
-    """Makes combine's outputs, of which the second may be ``None``, and puts them into ``native``."""
-    routes, rows, weights = native["handle"][2], native["x"], native["topk_weights"]
-    tokens, width = routes[2][0] if routes[2] else 0, rows[2][-1] if rows[2] else 0
-    combined = arrays.empty((tokens, width), arrays.dtype(like), like)
-    native["combined_x"] = arrays.spec(combined)
-    if weights is None:
-        return combined, None
-    columns = weights[2][-1] if weights[2] else 0
-    summed = arrays.empty((tokens, columns), arrays.named("float32"), like)
-    native["combined_topk_weights"] = arrays.spec(summed)
-    return combined, summed
+class Combined:
+    """Outputs of a combine."""
+
+    def __init__(
+        self, core: _native.Buffer, native: CombineArguments, arrays: Arrays, like: Any
+    ) -> None:
+        """Makes the outputs and puts their descriptions into ``native``."""
+        self.arrays, self.dtype = arrays, arrays.dtype(like)
+        routes, rows, weights = native["handle"][2], native["x"], native["topk_weights"]
+        tokens, width = routes[2][0] if routes[2] else 0, rows[2][-1] if rows[2] else 0
+        self.memory: Optional[_native.Memory] = None
+        self.x: Any = None
+        if arrays.mutable and rows[4] < 0 and rows[1] in SUMMABLE:
+            # Memory of the library is used again: a fresh page costs more than summing a row into it.
+            self.memory = core.loan(rows[1], [tokens, width]).memory()
+            native["combined_x"] = self.memory.spec
+        else:
+            self.x = arrays.empty((tokens, width), self.dtype, like)
+            native["combined_x"] = arrays.spec(self.x)
+        self.weights: Any = None
+        if weights is not None:
+            columns = weights[2][-1] if weights[2] else 0
+            self.weights = arrays.empty((tokens, columns), arrays.named("float32"), like)
+            native["combined_topk_weights"] = arrays.spec(self.weights)
+
+    def wrapped(self) -> tuple[Any, Any]:
+        """Rows and weights for the caller."""
+        arrays = self.arrays
+        weights = None if self.weights is None else arrays.wrap(self.weights)
+        if self.memory is not None:
+            return arrays.rows_of(self.memory, self.dtype), weights
+        return arrays.wrap(self.x), weights
 
 
 def handle_specs(arguments: Arguments, handle: Any) -> tuple[Spec, Spec, Spec]:

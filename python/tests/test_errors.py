@@ -225,7 +225,7 @@ def test_a_rank_without_memory_for_an_output_tells_the_others(monkeypatch: pytes
         me = group.rank()
         buffer = Buffer(group)
         arguments = layout(buffer, kit, world)
-        recv, _, _, _, handle, _ = buffer.dispatch(world.x[me], **arguments)
+        recv, _, recv_weights, _, handle, _ = buffer.dispatch(world.x[me], **arguments)
         assert handle is not None
 
         def empty(self: Any, shape: Any, dtype: Any, like: Any, strides: Any = None) -> Any:
@@ -238,7 +238,7 @@ def test_a_rank_without_memory_for_an_output_tells_the_others(monkeypatch: pytes
             monkeypatch.setattr(NumpyArrays, "empty", empty)
         group.barrier()
         with pytest.raises((MemoryError, deep_ep.PeerRejected)) as caught:
-            buffer.combine(recv, handle)
+            buffer.combine(recv, handle, topk_weights=recv_weights)
         assert isinstance(caught.value, MemoryError) == (me == 0)
         group.barrier()
         monkeypatch.undo()

@@ -11,7 +11,7 @@ from ._config import Config
 from ._group import adapt
 from ._high_throughput import HighThroughput
 from ._low_latency import LowLatency
-from ._types import Settings
+from ._types import Settings, Spec
 from .errors import InvalidArgument
 from .utils import EventHandle, EventOverlap
 
@@ -121,11 +121,10 @@ class Buffer(HighThroughput, LowLatency):
         native = _native.Buffer(self._bootstrap, settings)
         local = self._bootstrap.local_rank() if device is None else device
         self._live = Runtime(native, local)
-        self._timeline: _streams.Timeline
-        if native.engine == "cpu" or device is None:
-            self._timeline = _streams.HostTimeline()
-        else:
-            self._timeline = _streams.CudaTimeline(device)
+        self._host = _streams.HostTimeline()
+        self._cuda: Optional[_streams.CudaTimeline] = None
+        if native.engine == "cuda" and device is not None:
+            self._cuda = _streams.CudaTimeline(device)
         self._local_memory: dict[bool, _native.Loan] = {}
 
     @property
@@ -143,6 +142,14 @@ class Buffer(HighThroughput, LowLatency):
                 limit="must be there",
             )
         return self._live.native
+
+    @property
+    def _lends(self) -> bool:
+        return self._core.engine == "cpu"
+
+    def _timeline(self, x: Spec) -> _streams.Timeline:
+        # The CUDA engine copies host tensors, and waits for itself.
+        return self._host if self._cuda is None or x[4] < 0 else self._cuda
 
     def destroy(self) -> None:
         """Frees everything. Needs ``explicitly_destroy``; not collective."""
@@ -203,7 +210,7 @@ class Buffer(HighThroughput, LowLatency):
 
     def get_comm_stream(self) -> Any:
         """The communication stream, always the same."""
-        return self._timeline.comm_stream
+        return (self._cuda or self._host).comm_stream
 
     def get_local_buffer_tensor(
         self,
@@ -240,6 +247,14 @@ class Buffer(HighThroughput, LowLatency):
     def statistics(self) -> dict[str, int]:
         """Bytes copied and memory used so far on this rank (an extension)."""
         return self._core.statistics()
+
+    def check(self) -> None:
+        """Raises what went wrong on this rank in calls that did not wait, once (an extension).
+
+        On a GPU a call that does not wait for its counts returns before its work is done: call this
+        after the stream was synchronised.
+        """
+        self._core.check()
 
     def barrier(self) -> None:
         """Waits for all ranks (an extension). Collective."""

@@ -21,11 +21,19 @@ class Calls:
     rank: int
     group_size: int
     enable_shrink: bool
-    _timeline: _streams.Timeline
 
     @property
     def _core(self) -> _native.Buffer:
         """The native buffer."""
+        raise NotImplementedError
+
+    @property
+    def _lends(self) -> bool:
+        """Whether outputs are memory of the library."""
+        raise NotImplementedError
+
+    def _timeline(self, x: Spec) -> _streams.Timeline:
+        """Where a call on ``x`` is ordered."""
         raise NotImplementedError
 
     @staticmethod

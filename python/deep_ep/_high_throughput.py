@@ -8,7 +8,7 @@ from . import _native
 from ._arrays import Arrays
 from ._calls import Arguments, Calls, as_bytes
 from ._config import Config
-from ._types import CombineArguments, DispatchArguments, Spec
+from ._types import CombineArguments, DispatchArguments, Handle, Spec
 from .utils import EventOverlap
 
 #: Elements of a handle.
@@ -53,6 +53,8 @@ class Travelling:
     """Everything that travels in a dispatch."""
 
     def __init__(self, arguments: Arguments, x: Any, scales: Any, idx: Any, weights: Any) -> None:
+        self.arguments = arguments
+
         def traveller(argument: str, tensor: Any) -> Optional[Traveller]:
             return None if tensor is None else Traveller(arguments, argument, tensor)
 
@@ -79,8 +81,8 @@ class Travelling:
             "expert_alignment": 1,
             "num_worst_tokens": None,
             "num_sms": 1,
-            "loan": self.rows.arrays.mutable
-            and all(each is None or each.spec[4] < 0 for each in self.all),
+            "loan": False,
+            "keep": self.arguments.kept,
             "stream": 0,
         }
 
@@ -119,7 +121,7 @@ def use_handle(arguments: Arguments, native: DispatchArguments, handle: Any) -> 
     if native["topk_idx"] is not None or native["topk_weights"] is not None:
         arguments.reject("topk_idx", "given", "must be left out with a handle")
     specs = native["handle"] = handle_specs(arguments, handle)
-    rows = specs[1][2][0] if specs[1][2] else 0
+    rows = specs[3][2][0] if specs[3][2] else 0
     native["num_worst_tokens"] = native["num_worst_tokens"] or rows or None
 
 
@@ -162,10 +164,10 @@ class HighThroughput(Calls):
         arguments = Arguments(self._core, None)
         arrays, _, spec = arguments.take("topk_idx", topk_idx)
         previous = arguments.previous(previous_event, async_finish, allocate_on_comm_stream)
-        call = self._timeline.begin(previous, async_finish, allocate_on_comm_stream)
+        call = self._timeline(spec).begin(previous, async_finish, allocate_on_comm_stream)
         try:
             ranks, nodes, experts, routes = self._core.layout(
-                spec, arguments.count("num_experts", num_experts)
+                spec, arguments.count("num_experts", num_experts), call.stream
             )
             per_rank = arrays.of_memory(ranks)
             per_node = None if nodes is None else arrays.of_memory(nodes)
@@ -237,11 +239,14 @@ class HighThroughput(Calls):
         native["expert_alignment"] = arguments.count("expert_alignment", expert_alignment)
         native["num_worst_tokens"] = arguments.count("num_worst_tokens", num_worst_tokens) or None
         native["num_sms"] = arguments.count("num_sms", config.num_sms)
+        native["loan"] = self._lends and travelling.rows.arrays.mutable
         if handle is not None:
             use_handle(arguments, native, handle)
         else:
             use_layout(arguments, native, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
-        call = self._timeline.begin(previous, async_finish, allocate_on_comm_stream)
+        call = self._timeline(travelling.rows.spec).begin(
+            previous, async_finish, allocate_on_comm_stream
+        )
         try:
             native["stream"] = call.stream
             counts, parts, lent = self._core.dispatch(native, travelling.allocate)
@@ -303,13 +308,14 @@ class HighThroughput(Calls):
             "combined_x": spec,
             "combined_topk_weights": None,
             "num_sms": arguments.count("num_sms", config.num_sms),
+            "keep": arguments.kept,
             "stream": 0,
         }
-        call = self._timeline.begin(previous, async_finish, allocate_on_comm_stream)
+        call = self._timeline(spec).begin(previous, async_finish, allocate_on_comm_stream)
         try:
             native["stream"] = call.stream
             with arguments.told():
-                outputs = Combined(self._core, native, arrays, raw)
+                outputs = Combined(self._core, native, arrays, raw, self._lends)
             self._core.combine(native)
             combined, weights = outputs.wrapped()
             event = call.end((x, topk_weights, *biases, *handle, combined, weights))
@@ -322,15 +328,20 @@ class Combined:
     """Outputs of a combine."""
 
     def __init__(
-        self, core: _native.Buffer, native: CombineArguments, arrays: Arrays, like: Any
+        self,
+        core: _native.Buffer,
+        native: CombineArguments,
+        arrays: Arrays,
+        like: Any,
+        lends: bool,
     ) -> None:
         """Makes the outputs and puts their descriptions into ``native``."""
         self.arrays, self.dtype = arrays, arrays.dtype(like)
-        routes, rows, weights = native["handle"][2], native["x"], native["topk_weights"]
+        routes, rows, weights = native["handle"][4], native["x"], native["topk_weights"]
         tokens, width = routes[2][0] if routes[2] else 0, rows[2][-1] if rows[2] else 0
         self.memory: Optional[_native.Memory] = None
         self.x: Any = None
-        if arrays.mutable and rows[4] < 0 and rows[1] in SUMMABLE:
+        if lends and arrays.mutable and rows[1] in SUMMABLE:
             # Memory of the library is used again: a fresh page costs more than summing a row into it.
             self.memory = core.loan(rows[1], [tokens, width]).memory()
             native["combined_x"] = self.memory.spec
@@ -352,11 +363,10 @@ class Combined:
         return arrays.wrap(self.x), weights
 
 
-def handle_specs(arguments: Arguments, handle: Any) -> tuple[Spec, Spec, Spec]:
+def handle_specs(arguments: Arguments, handle: Any) -> Handle:
     """The tensors of a handle that the native module needs."""
-    elements = dict(zip(HANDLE, arguments.handle(handle, HANDLE)))
-    prefix, source, routes = [
-        arguments.spec(f"handle ({name})", elements[name])
-        for name in ("rank_prefix_matrix", "recv_src_idx", "is_token_in_rank")
-    ]
-    return prefix, source, routes
+    prefix, channels, recv_channels, source, routes, head = (
+        arguments.spec(f"handle ({name})", tensor)
+        for name, tensor in zip(HANDLE, arguments.handle(handle, HANDLE))
+    )
+    return prefix, channels, recv_channels, source, routes, head

@@ -144,7 +144,7 @@ class LowLatency(Calls):
         }
         format = ("ue8m0" if use_ue8m0 else "f32") if use_fp8 else "bf16"
         self._next_combine = None
-        call = self._begin(async_finish, return_recv_hook)
+        call = self._begin(spec, async_finish, return_recv_hook)
         native["stream"] = call.stream
         pending = self._core.low_latency_dispatch(native, tuple(arguments.kept))
         most = native["max_tokens_per_rank"]
@@ -159,9 +159,10 @@ class LowLatency(Calls):
         event.extra_tensors = (x, topk_idx, stats, arrival.x, arrival.scales, count, *tables)
         return arrival.rows(), count, (*tables, *numbers), event, None
 
-    def _begin(self, async_finish: bool, hook: bool) -> _streams.Call:
+    def _begin(self, x: Spec, async_finish: bool, hook: bool) -> _streams.Call:
         """Both halves of a call with a hook are on the current stream."""
-        return self._timeline.begin_here() if hook else self._timeline.begin(None, async_finish, False)
+        timeline = self._timeline(x)
+        return timeline.begin_here() if hook else timeline.begin(None, async_finish, False)
 
     def low_latency_combine(
         self,
@@ -225,7 +226,7 @@ class LowLatency(Calls):
             "stream": 0,
         }
         self._next_combine = None
-        call = self._begin(async_finish, return_recv_hook)
+        call = self._begin(spec, async_finish, return_recv_hook)
         native["stream"] = call.stream
         pending = self._core.low_latency_combine(native, tuple(arguments.kept))
 
@@ -247,7 +248,7 @@ class LowLatency(Calls):
         arguments = Arguments(self._core, None)
         specs = handle_specs(arguments, handle)
         arrays = arguments.kind("handle (src_info)", handle[0])
-        self._next_combine = self._core.low_latency_combine_buffer(specs)
+        self._next_combine = self._core.low_latency_combine_buffer(specs, arguments.kept)
         return arrays.of_memory(self._next_combine.memory())
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:

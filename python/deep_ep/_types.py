@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 #: CUDA device.
 Spec = tuple[int, str, tuple[int, ...], tuple[int, ...], int]
 
+#: The tensors of a high-throughput handle, in its order.
+Handle = tuple[Spec, Spec, Spec, Spec, Spec, Spec]
+
 
 class Settings(TypedDict):
     """What a buffer is made with."""
@@ -28,13 +31,14 @@ class DispatchArguments(TypedDict):
     x: Spec
     scales: Optional[Spec]
     layout: Optional[tuple[Spec, Spec, Spec]]
-    handle: Optional[tuple[Spec, Spec, Spec]]
+    handle: Optional[Handle]
     topk_idx: Optional[Spec]
     topk_weights: Optional[Spec]
     expert_alignment: int
     num_worst_tokens: Optional[int]
     num_sms: int
     loan: bool
+    keep: object
     stream: int
 
 
@@ -42,12 +46,13 @@ class CombineArguments(TypedDict):
     """Arguments of a combine, outputs included."""
 
     x: Spec
-    handle: tuple[Spec, Spec, Spec]
+    handle: Handle
     topk_weights: Optional[Spec]
     bias: tuple[Optional[Spec], Optional[Spec]]
     combined_x: Spec
     combined_topk_weights: Optional[Spec]
     num_sms: int
+    keep: object
     stream: int
 
 

@@ -161,8 +161,8 @@ def test_memory_of_a_device_is_refused_by_the_cpu_engine() -> None:
 
         buffer = Buffer(group)
         on_device = (4096, "int64", (2, 2), (2, 1), 0)
-        with pytest.raises(deep_ep.InvalidArgument, match="host"):
-            buffer._core.layout(on_device, 4)
+        with pytest.raises(deep_ep.InvalidArgument, match="engine cpu"):
+            buffer._core.layout(on_device, 4, 0)
         x = (4096, "bfloat16", (2, 64), (64, 1), 0)
         routes, counts = _native.empty("bool", (2, 1)), _native.empty("int32", (1,))
         arguments: Any = {
@@ -176,9 +176,10 @@ def test_memory_of_a_device_is_refused_by_the_cpu_engine() -> None:
             "num_worst_tokens": None,
             "num_sms": 2,
             "loan": False,
+            "keep": (),
             "stream": 0,
         }
-        with pytest.raises(deep_ep.InvalidArgument, match="host") as caught:
+        with pytest.raises(deep_ep.InvalidArgument, match="engine cpu") as caught:
             buffer._core.dispatch(arguments, lambda rows: (x, None, None, None))
         assert caught.value.argument == "x"
 

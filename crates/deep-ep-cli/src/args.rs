@@ -3,12 +3,12 @@
 use std::{path::PathBuf, time::Duration};
 
 use anyhow::{Result, ensure};
-use clap::{Args, Parser, Subcommand};
-use deep_ep::routing::MAX_TOP_K;
+use clap::{ArgMatches, Args, Parser, Subcommand, parser::ValueSource};
+use deep_ep::{Settings, routing::MAX_TOP_K};
 
 use crate::{
     batch::Sizes,
-    options::{EngineChoice, ExpertWork, Launch, Mode, Options, Outputs, RowType},
+    options::{Counts, EngineChoice, ExpertWork, Launch, Mode, Options, Outputs, RowType},
 };
 
 /// Expert-parallel dispatch and combine for Mixture-of-Experts models
@@ -37,13 +37,13 @@ pub(crate) enum Command {
 pub(crate) struct CommonArgs {
     /// Engine that moves the rows [default: DEEP_EP_ENGINE, or auto]
     #[arg(long, value_enum)]
-    engine: Option<EngineChoice>,
+    pub(crate) engine: Option<EngineChoice>,
     /// Bound on the SMs, or on the cpu engine the worker threads, of each rank
     #[arg(long, alias = "threads", value_name = "N", value_parser = positive)]
-    num_sms: Option<usize>,
+    pub(crate) num_sms: Option<usize>,
     /// Deadline of every wait, in seconds [default: DEEP_EP_TIMEOUT_SECS, or 300]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
-    timeout: Option<Duration>,
+    pub(crate) timeout: Option<Duration>,
     /// Iterations that are measured
     #[arg(long, default_value_t = 20, value_name = "N", value_parser = positive)]
     pub(crate) iters: usize,
@@ -120,12 +120,24 @@ pub(crate) struct BenchArgs {
     /// How dispatched rows travel
     #[arg(long, value_enum, value_delimiter = ',', default_value = "bf16")]
     pub(crate) dtype: Vec<RowType>,
-    /// What a rank is
+    /// What a rank is; with --engine cuda a thread
     #[arg(long, value_enum, value_delimiter = ',', default_value = "processes")]
     pub(crate) launch: Vec<Launch>,
     /// Where dispatched rows and combine's input are (low-latency: combine's input)
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "loan")]
+    #[arg(
+        long,
+        visible_alias = "landing",
+        value_enum,
+        value_delimiter = ',',
+        default_value = "loan"
+    )]
     pub(crate) outputs: Vec<Outputs>,
+    /// How dispatch learns how many rows come (high-throughput, --engine cuda)
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "worst")]
+    pub(crate) counts: Vec<Counts>,
+    /// Calls of a run, which is a graph where the host waits for nothing (--engine cuda)
+    #[arg(long, default_value_t = 10, value_name = "N", value_parser = positive)]
+    pub(crate) calls: usize,
     /// What the experts do between dispatch and combine. What they touch leaves dispatch's rows, and
     /// the next input, colder in the caches
     #[arg(long, value_enum, default_value_t = ExpertWork::Scale)]
@@ -142,22 +154,20 @@ pub(crate) struct BenchArgs {
     /// Seed of the generated tokens
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Compare nothing with the reference (by default the first and the last iteration are)
+    /// Compare nothing with the reference (by default the first and the last iteration are; with
+    /// --engine cuda the same calls with host tensors, before they are measured)
     #[arg(long)]
     pub(crate) no_verify: bool,
-    /// Measure what memory and links of this host's GPUs can do at most, and nothing else
-    #[arg(long, conflicts_with_all = [
-        "tokens", "hidden", "top_k", "experts", "ranks", "mode", "dtype", "launch", "outputs",
-        "groups", "top_groups", "skew", "seed", "no_verify", "engine", "num_sms", "timeout",
-        "iters", "warmup",
-    ])]
+    /// Measure what memory and links of this host's GPUs can do at most: with --engine cuda besides the
+    /// rest, as its floor; else nothing else
+    #[arg(long)]
     pub(crate) limit: bool,
-    /// SM counts for --limit [default: 4,8,16,24,32,64]
+    /// SM counts: for --limit alone [default: 4,8,16,24,32,64], or of high-throughput calls with
+    /// --engine cuda [default: 8,16,24]
     #[arg(
         long,
         value_delimiter = ',',
         value_name = "N,..",
-        requires = "limit",
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     pub(crate) sms: Vec<u32>,
@@ -170,6 +180,44 @@ pub(crate) struct DoctorArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+impl BenchArgs {
+    /// Whether calls with device tensors are measured.
+    pub(crate) fn on_gpus(&self) -> bool {
+        match self.common.engine {
+            Some(engine) => engine == EngineChoice::Cuda,
+            // A variable does not make more of --limit than it asks for.
+            None if self.limit => false,
+            None => Settings::from_env()
+                .is_ok_and(|settings| settings.engine.value == deep_ep::EngineChoice::Cuda),
+        }
+    }
+
+    /// Whether what was given on the command line can be used together.
+    pub(crate) fn check(&self, given: &ArgMatches) -> Result<()> {
+        let is_given = |id: &str| given.value_source(id) == Some(ValueSource::CommandLine);
+        if self.on_gpus() {
+            return Ok(());
+        }
+        for id in ["counts", "calls"] {
+            ensure!(!is_given(id), "--{id} needs --engine cuda");
+        }
+        if !self.limit {
+            ensure!(!is_given("sms"), "--sms needs --limit or --engine cuda");
+            return Ok(());
+        }
+        // Everything else says what calls to measure, and none are.
+        for id in given.ids().map(|id| id.as_str()) {
+            let fits = ["limit", "sms", "json"].contains(&id) || !is_given(id);
+            // A group of arguments has the name of its struct.
+            if !fits && !id.ends_with("Args") {
+                let name = id.replace('_', "-");
+                anyhow::bail!("--{name} cannot be used with --limit alone: add --engine cuda");
+            }
+        }
+        Ok(())
+    }
 }
 
 impl RunArgs {

@@ -109,7 +109,7 @@ fn configurations(args: &BenchArgs) -> Result<Vec<Configuration>> {
 }
 
 /// Workloads whose tokens are those of one rank.
-fn workloads(args: &BenchArgs) -> Result<Vec<Workload>> {
+pub(crate) fn workloads(args: &BenchArgs) -> Result<Vec<Workload>> {
     let mut all = Vec::new();
     for &(tokens, hidden) in &pairs(&args.tokens, &args.hidden) {
         for &(top_k, experts) in &pairs(&args.top_k, &args.experts) {

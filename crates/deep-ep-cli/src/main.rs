@@ -3,11 +3,12 @@
 //! Exit status: 0 if everything was done and agrees with the reference, 1 if not, 2 if what was
 //! asked for makes no sense.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod args;
 mod batch;
 mod bench;
+mod bench_gpu;
 mod doctor;
 mod expert;
 mod fp8;
@@ -26,7 +27,7 @@ mod workload;
 
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{CommandFactory, FromArgMatches};
 
 use args::{Cli, Command};
 
@@ -45,14 +46,26 @@ impl From<anyhow::Error> for Failure {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    let done = log().and_then(|()| match cli.command {
-        Command::Run(args) => run::run(&args),
-        Command::Bench(args) if args.limit => limit::run(&args),
-        Command::Bench(args) => bench::run(&args),
-        Command::Doctor(args) => doctor::run(&args),
-        Command::Rank => return_code(launch::serve()),
-    });
+    many_connections();
+    let given = Cli::command().get_matches();
+    let cli = match Cli::from_arg_matches(&given) {
+        Ok(cli) => cli,
+        Err(error) => error.exit(),
+    };
+    let checked = match (&cli.command, given.subcommand()) {
+        (Command::Bench(args), Some((_, given))) => args.check(given).map_err(Failure::Usage),
+        _ => Ok(()),
+    };
+    let done = checked
+        .and_then(|()| log())
+        .and_then(|()| match cli.command {
+            Command::Bench(args) if args.on_gpus() => bench_gpu::run(&args),
+            Command::Run(args) => run::run(&args),
+            Command::Bench(args) if args.limit => limit::run(&args),
+            Command::Bench(args) => bench::run(&args),
+            Command::Doctor(args) => doctor::run(&args),
+            Command::Rank => return_code(launch::serve()),
+        });
     let (error, code) = match done {
         Ok(code) => return code,
         Err(Failure::Job(error)) => (error, 1),
@@ -60,6 +73,17 @@ fn main() -> ExitCode {
     };
     eprintln!("error: {}", explain(&error));
     ExitCode::from(code)
+}
+
+/// Lets every stream have a queue of its own on its GPU. When ranks share one, a kernel of one waits
+/// for a kernel of another, which must not stand behind it in a queue.
+#[expect(unsafe_code, reason = "CUDA reads this from the environment only")]
+fn many_connections() {
+    const NAME: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+    if std::env::var_os(NAME).is_none() {
+        // SAFETY: no other thread has been started yet.
+        unsafe { std::env::set_var(NAME, "32") };
+    }
 }
 
 /// An error and its causes, each once: many a message ends with that of its cause.

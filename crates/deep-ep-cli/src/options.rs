@@ -75,6 +75,16 @@ choice! {
 }
 
 choice! {
+    /// How a GPU's dispatch learns how many rows come.
+    Counts {
+        /// Outputs have room for all tokens, and the host waits for nothing
+        Worst = "worst",
+        /// The host waits for the counts, and outputs have exactly as many rows
+        Exact = "exact",
+    }
+}
+
+choice! {
     /// What the experts do between dispatch and combine.
     ExpertWork {
         /// Expert e scales its rows by 1 + e/E; a row's weighted sum over its local experts is formed

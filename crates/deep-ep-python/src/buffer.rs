@@ -12,7 +12,7 @@ use crate::{
     high_throughput::{self, CombineArguments, DispatchArguments},
     low_latency::{self, PendingLowLatencyCombine, PendingLowLatencyDispatch},
     memory::{Loan, Memory},
-    tensor::{Spec, dtype},
+    tensor::{Owner, Spec, dtype},
 };
 
 /// A buffer of the library. Making one is collective.
@@ -42,6 +42,7 @@ impl Settings {
         Ok(BufferConfig {
             num_sms: self.num_sms,
             enable_shrink: self.enable_shrink,
+            device: self.device,
             low_latency: low_latency
                 .map(|bytes| LowLatencyConfig::from_bytes(ranks, bytes))
                 .transpose()?,
@@ -81,10 +82,6 @@ impl Buffer {
     #[new]
     fn new(py: Python<'_>, group: &Group, settings: Settings) -> PyResult<Self> {
         let inner = group.run(py, move |communicator| {
-            let communicator = match settings.device {
-                Some(device) => communicator.clone().with_local_rank(device),
-                None => communicator.clone(),
-            };
             // An unusable setting must fail on all ranks, so it becomes one that the library
             // rejects together with them.
             let config = settings.config(communicator.size());
@@ -98,7 +95,7 @@ impl Buffer {
                     (unusable, Some(error))
                 }
             };
-            let buffer = deep_ep::Buffer::new(&communicator, config);
+            let buffer = deep_ep::Buffer::new(communicator, config);
             let buffer = failed.map_or(buffer, Err)?;
             // The CPU engine grows for next to nothing when it must, and what starts committed is
             // memory that a laptop lacks.
@@ -147,8 +144,9 @@ impl Buffer {
         py: Python<'_>,
         topk_idx: Spec,
         num_experts: usize,
+        stream: usize,
     ) -> PyResult<(Memory, Option<Memory>, Memory, Memory)> {
-        high_throughput::layout(self, py, &topk_idx, num_experts)
+        high_throughput::layout(self, py, &topk_idx, num_experts, stream)
     }
 
     /// Dispatches. Without `loan`, `allocate(rows)` provides the outputs. Returns
@@ -192,9 +190,11 @@ impl Buffer {
         &self,
         py: Python<'_>,
         handle: low_latency::HandleArguments,
+        keep: Py<PyAny>,
     ) -> PyResult<Loan> {
+        let keep: Owner = Arc::new(keep);
         let made = py.detach(|| {
-            let made = handle.handle()?;
+            let made = handle.handle(&keep)?;
             let loan = self
                 .inner
                 .next_low_latency_combine_buffer(&made, handle.hidden())?;
@@ -203,9 +203,14 @@ impl Buffer {
         made.map_err(|error| raise(py, &error))
     }
 
-    /// A dense tensor in symmetric memory. Local.
+    /// Raises what went wrong on this rank in calls for which nobody waited, once.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.run(py, deep_ep::Buffer::check)
+    }
+
+    /// A dense tensor in symmetric memory, where the engine works. Local.
     fn loan(&self, py: Python<'_>, dtype_name: &str, shape: Vec<usize>) -> PyResult<Loan> {
-        let made = py.detach(|| Loan::new(self.inner.loan(dtype(dtype_name)?, &shape)?));
+        let made = py.detach(|| Loan::new(self.inner.device_loan(dtype(dtype_name)?, &shape)?));
         made.map_err(|error| raise(py, &error))
     }
 

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use deep_ep::{
-    Call, CombineInput, CombineOutput, DispatchHandle, DispatchInput, DispatchOutput, Dispatched,
-    Landing, Layout, OwnedTensor, Rank, ReceivedCounts, Result, Routes, Stream, TopK,
+    Call, CombineInput, CombineOutput, DeviceLayout, DeviceRoutes, DispatchHandle, DispatchInput,
+    DispatchOutput, Dispatched, Landing, Layout, OwnedTensor, Rank, ReceivedCounts, Result, Routes,
+    Stream, TopK,
 };
 use pyo3::prelude::*;
 
@@ -12,25 +13,44 @@ use crate::{
     buffer::Buffer,
     errors::raise,
     memory::{Loan, Memory, View},
-    tensor::{Spec, read_optional, write_optional},
+    tensor::{Owner, Spec, read_optional, write_optional},
 };
 
-/// The tensors of a handle from which it is rebuilt: `rank_prefix_matrix`, `recv_src_idx`,
-/// `is_token_in_rank`.
+/// The tensors of a handle, in the order of the tuple.
 #[derive(FromPyObject)]
-pub(crate) struct HandleTensors(Spec, Spec, Spec);
+pub(crate) struct HandleTensors(Spec, Spec, Spec, Spec, Spec, Spec);
 
 impl HandleTensors {
-    fn handle(&self, rank: Rank) -> Result<DispatchHandle> {
-        // SAFETY: Python keeps the tensors while it passes them, which is longer than this call.
-        let (prefix, source, routes) = unsafe {
-            (
-                self.0.read("handle (rank_prefix_matrix)")?,
-                self.1.read("handle (recv_src_idx)")?,
-                self.2.read("handle (is_token_in_rank)")?,
-            )
-        };
-        DispatchHandle::from_parts(rank, prefix, source, routes)
+    /// The handle. On the host it is made of what three of the tensors say; a GPU's consists of the
+    /// tensors, which `keep` keeps.
+    fn handle(&self, rank: Rank, keep: &Owner) -> Result<DispatchHandle> {
+        let Self(prefix, channels, recv_channels, source, routes, head) = self;
+        // SAFETY: Python keeps the tensors while it passes them, which is longer than this call, and
+        // `keep` holds them.
+        unsafe {
+            if !routes.on_device() {
+                return DispatchHandle::from_parts(
+                    rank,
+                    prefix.read("handle (rank_prefix_matrix)")?,
+                    source.read("handle (recv_src_idx)")?,
+                    routes.read("handle (is_token_in_rank)")?,
+                );
+            }
+            let owned = |spec: &Spec, name| spec.owned(name, keep.clone());
+            DispatchHandle::from_device_parts(DeviceRoutes {
+                rank,
+                rank_prefix_matrix: owned(prefix, "handle (rank_prefix_matrix)")?,
+                channel_prefix_matrix: owned(channels, "handle (channel_prefix_matrix)")?,
+                recv_channel_prefix_matrix: owned(
+                    recv_channels,
+                    "handle (recv_channel_prefix_matrix)",
+                )?,
+                recv_src_idx: owned(source, "handle (recv_src_idx)")?,
+                is_token_in_rank: owned(routes, "handle (is_token_in_rank)")?,
+                send_head: owned(head, "handle (send_head)")?,
+                remote_rows: None,
+            })
+        }
     }
 }
 
@@ -50,6 +70,8 @@ pub(crate) struct DispatchArguments {
     num_sms: usize,
     /// Whether outputs are memory of the library: rows are then written once, at their final place.
     loan: bool,
+    /// Holds the tensors.
+    keep: Py<PyAny>,
     stream: usize,
 }
 
@@ -60,9 +82,9 @@ enum Where {
 }
 
 impl DispatchArguments {
-    fn routes(&self, rank: Rank) -> Result<Where> {
+    fn routes(&self, rank: Rank, keep: &Owner) -> Result<Where> {
         if let Some(handle) = &self.handle {
-            return Ok(Where::Handle(handle.handle(rank)?));
+            return Ok(Where::Handle(handle.handle(rank, keep)?));
         }
         let Some((routes, ranks, experts)) = &self.layout else {
             return Err(deep_ep::Error::invalid(
@@ -73,11 +95,20 @@ impl DispatchArguments {
         };
         // SAFETY: as in `HandleTensors::handle`.
         let layout = unsafe {
-            Layout::from_parts(
-                routes.read("is_token_in_rank")?,
-                ranks.read("num_tokens_per_rank")?,
-                experts.read("num_tokens_per_expert")?,
-            )?
+            if routes.on_device() {
+                let owned = |spec: &Spec, name| spec.owned(name, keep.clone());
+                Layout::from_device_parts(DeviceLayout {
+                    num_tokens_per_rank: owned(ranks, "num_tokens_per_rank")?,
+                    num_tokens_per_expert: owned(experts, "num_tokens_per_expert")?,
+                    is_token_in_rank: owned(routes, "is_token_in_rank")?,
+                })?
+            } else {
+                Layout::from_parts(
+                    routes.read("is_token_in_rank")?,
+                    ranks.read("num_tokens_per_rank")?,
+                    experts.read("num_tokens_per_expert")?,
+                )?
+            }
         };
         Ok(Where::Layout(Box::new(layout)))
     }
@@ -128,12 +159,13 @@ pub(crate) fn layout(
     py: Python<'_>,
     topk_idx: &Spec,
     num_experts: usize,
+    stream: usize,
 ) -> PyResult<(Memory, Option<Memory>, Memory, Memory)> {
     let inner = &buffer.inner;
     let made = py.detach(|| {
-        // SAFETY: Python keeps the tensor during the call.
-        let topk_idx = unsafe { topk_idx.read("topk_idx")? };
-        inner.dispatch_layout(topk_idx, num_experts)
+        // SAFETY: Python keeps tensor and stream during the call.
+        let (topk_idx, stream) = unsafe { (topk_idx.read("topk_idx")?, Stream::from_raw(stream)) };
+        inner.dispatch_layout_on(topk_idx, num_experts, stream)
     });
     let layout = Arc::new(made.map_err(|error| raise(py, &error))?);
     let memory = |tensor| Memory::new(View::of(&tensor), layout.clone());
@@ -156,7 +188,8 @@ pub(crate) fn dispatch(
     allocate: &Bound<'_, PyAny>,
 ) -> PyResult<Arrived> {
     let inner = &buffer.inner;
-    let prepared = py.detach(|| arguments.routes(inner.rank()));
+    let keep: Owner = Arc::new(arguments.keep.clone_ref(py));
+    let prepared = py.detach(|| arguments.routes(inner.rank(), &keep));
     let routes = buffer.prepared(py, Call::Dispatch, prepared)?;
     // SAFETY: Python keeps the tensors until this function returns, and the call is over by then.
     let prepared = unsafe { arguments.input(&routes) };
@@ -240,6 +273,8 @@ pub(crate) struct CombineArguments {
     combined_x: Spec,
     combined_topk_weights: Option<Spec>,
     num_sms: usize,
+    /// Holds the tensors.
+    keep: Py<PyAny>,
     stream: usize,
 }
 
@@ -285,7 +320,8 @@ pub(crate) fn combine(
     arguments: &CombineArguments,
 ) -> PyResult<()> {
     let inner = &buffer.inner;
-    let prepared = py.detach(|| arguments.handle.handle(inner.rank()));
+    let keep: Owner = Arc::new(arguments.keep.clone_ref(py));
+    let prepared = py.detach(|| arguments.handle.handle(inner.rank(), &keep));
     let handle = buffer.prepared(py, Call::Combine, prepared)?;
     // SAFETY: Python keeps the tensors until this function returns, and the call is over by then;
     // it has just made the outputs.

@@ -14,7 +14,7 @@ use crate::{
     buffer::Buffer,
     errors::raise,
     memory::{Loan, Memory, View},
-    tensor::{Spec, write_optional},
+    tensor::{Owner, Spec, write_optional},
 };
 
 /// Bytes of landing memory per rank for low-latency calls of these sizes.
@@ -40,16 +40,21 @@ pub(crate) fn low_latency_bytes(
 pub(crate) struct HandleArguments(Spec, Spec, usize, usize, usize);
 
 impl HandleArguments {
-    pub(crate) fn handle(&self) -> Result<LowLatencyHandle> {
+    /// The handle. A GPU's consists of the tensors, which `keep` keeps.
+    pub(crate) fn handle(&self, keep: &Owner) -> Result<LowLatencyHandle> {
+        const NAMES: [&str; 2] = ["handle (src_info)", "handle (layout_range)"];
         let Self(info, layout, max_tokens, hidden, num_experts) = self;
-        // SAFETY: Python keeps the tensors while it passes them, which is longer than this call.
-        let (info, layout) = unsafe {
-            (
-                info.read("handle (src_info)")?,
-                layout.read("handle (layout_range)")?,
-            )
-        };
-        LowLatencyHandle::from_parts(info, layout, *max_tokens, *hidden, *num_experts)
+        // SAFETY: Python keeps the tensors while it passes them, which is longer than this call, and
+        // `keep` holds them.
+        unsafe {
+            if info.on_device() {
+                let info = info.owned(NAMES[0], keep.clone())?;
+                let layout = layout.owned(NAMES[1], keep.clone())?;
+                return LowLatencyHandle::from_device_parts(info, layout, *max_tokens, *hidden);
+            }
+            let (info, layout) = (info.read(NAMES[0])?, layout.read(NAMES[1])?);
+            LowLatencyHandle::from_parts(info, layout, *max_tokens, *hidden, *num_experts)
+        }
     }
 
     pub(crate) fn hidden(&self) -> usize {
@@ -180,16 +185,10 @@ impl PendingLowLatencyDispatch {
         let owner = Arc::new(handle);
         let memory = |tensor| Memory::new(View::of(&tensor), owner.clone());
         let (info, layout) = (memory(owner.src_info()), memory(owner.layout_range()));
-        Ok((counts_memory(py, counts)?, info, layout))
+        let counts = Arc::new(counts);
+        let count = Memory::new(View::of(&counts.as_tensor()), counts);
+        Ok((count, info, layout))
     }
-}
-
-/// `recv_count` `[E/R]` i32.
-fn counts_memory(py: Python<'_>, counts: Vec<i32>) -> PyResult<Memory> {
-    let counts = Arc::new(counts);
-    let tensor = Tensor::new(&counts, &[counts.len()]);
-    let view = View::of(&tensor.map_err(|error| raise(py, &error))?);
-    Ok(Memory::new(view, counts))
 }
 
 pub(crate) fn dispatch(
@@ -304,9 +303,10 @@ pub(crate) fn combine(
     arguments: &CombineArguments<'_>,
     keep: Py<PyAny>,
 ) -> PyResult<PendingLowLatencyCombine> {
+    let owner: Owner = Arc::new(keep.clone_ref(py));
     let made = py.detach({
         let handle = &arguments.handle;
-        || handle.handle()
+        || handle.handle(&owner)
     });
     let handle = Arc::new(buffer.prepared(py, Call::LowLatencyCombine, made)?);
     let loan = arguments.loan.as_ref().map(|loan| loan.get().loan.clone());

@@ -179,9 +179,11 @@ pub(crate) struct Loan {
 }
 
 impl Loan {
-    /// Waits until nobody reads the loan, which for a new one is at once.
+    /// On the host waits until nobody reads the loan, which for a new one is at once.
     pub(crate) fn new(mut loan: deep_ep::Loan) -> deep_ep::Result<Self> {
-        loan.as_bytes_mut()?;
+        if loan.device() == Device::Host {
+            loan.as_bytes_mut()?;
+        }
         let view = View::of(&loan.as_tensor());
         Ok(Self {
             loan: Arc::new(loan),

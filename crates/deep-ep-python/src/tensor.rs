@@ -1,6 +1,8 @@
 //! Tensors that Python passes.
 
-use deep_ep::{DType, Device, Error, Result, Shape, Tensor, TensorMut};
+use std::{any::Any, sync::Arc};
+
+use deep_ep::{DType, Device, Error, OwnedTensor, Result, Shape, Tensor, TensorMut};
 use pyo3::prelude::*;
 
 /// A tensor as the Python package describes it: `(address, dtype, shape, strides, device)`.
@@ -132,6 +134,26 @@ impl Spec {
         Ok(unsafe { TensorMut::from_raw(address as *mut u8, shape, device) })
     }
 }
+
+impl Spec {
+    /// Whether it is on a GPU.
+    pub(crate) fn on_device(&self) -> bool {
+        self.4 >= 0
+    }
+
+    /// A device tensor that holds on to `owner`, for handles and layouts.
+    ///
+    /// # Safety
+    /// As [`Spec::read`], for as long as `owner` lives.
+    pub(crate) unsafe fn owned(&self, argument: &'static str, owner: Owner) -> Result<OwnedTensor> {
+        let (address, shape, device) = self.shape(argument)?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { OwnedTensor::from_device(address as *mut u8, shape, device, owner) })
+    }
+}
+
+/// What keeps tensors of Python alive.
+pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
 
 /// An optional tensor for reading.
 ///

@@ -49,7 +49,7 @@ fn work(communicator: &Communicator) -> Result<()> {
     let mut received = buffer.dispatch(DispatchInput::new(x, routes))?.finish()?;
     println!(
         "rank {me}: {} rows, choices per expert {:?}",
-        received.counts.rows, received.counts.tokens_per_expert
+        received.counts.output_rows, received.counts.tokens_per_expert
     );
 
     // The experts work in place, here by doubling.

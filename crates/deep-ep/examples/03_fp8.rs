@@ -64,7 +64,7 @@ fn work(communicator: &Communicator) -> Result<()> {
 
     // Between the two halves: the counts are known, so exactly enough memory can be had.
     let mut pending = buffer.dispatch(input)?;
-    let rows = pending.counts()?.rows;
+    let rows = pending.counts()?.output_rows;
     let mut received = OwnedTensor::zeros(DType::F8E4M3, &[rows, HIDDEN])?;
     let mut received_scales = OwnedTensor::zeros(DType::F32, &[rows, SCALES])?;
     let mut out = DispatchOutput::new(received.as_tensor_mut());

@@ -52,7 +52,7 @@ fn work(communicator: &Communicator) -> Result<()> {
     let received = receive()?;
     println!(
         "rank {me}: rows of its two experts {:?} (meanwhile computed {other_work:.0})",
-        received.recv_count
+        received.recv_count.as_slice::<i32>()?
     );
 
     // The experts write their outputs where combine reads them: zero copy.

@@ -60,7 +60,7 @@ fn work(communicator: &Communicator, enable_shrink: bool) -> Result<()> {
         let received = buffer.low_latency_dispatch(send)?.finish()?;
         println!(
             "  rank {me}: {:?} rows, masked {:?}, after {:.1?}",
-            received.recv_count,
+            received.recv_count.as_slice::<i32>()?,
             buffer.masks()?,
             start.elapsed()
         );

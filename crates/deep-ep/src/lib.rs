@@ -48,7 +48,7 @@
 //! | [`bootstrap`] | how ranks find each other |
 //! | [`tensor`] | borrowed and owned tensors |
 //! | [`routing`], [`codec`], [`topology`] | pure functions: routes, FP8 and LogFMT, ranks and nodes |
-//! | [`cuda`] | what NVIDIA GPUs are here, and how fast their memory and links are |
+//! | [`cuda`] | what NVIDIA GPUs are here, how fast their memory and links are; memory, streams and graphs for programs without a framework |
 //! | [`reference`](mod@reference) | the slow and obvious definition of every call, for tests |
 //! | [`settings`] | environment variables |
 //! | [`interrupt`] | giving up waits on request |
@@ -73,11 +73,11 @@ pub mod topology;
 pub use bootstrap::Communicator;
 pub use buffer::{
     Buffer, BufferConfig, Call, CombineInput, CombineOutput, CombineRows, CombineWire, Combined,
-    DispatchHandle, DispatchInput, DispatchOutput, Dispatched, Landing, Layout, Loan,
-    LowLatencyCombineInput, LowLatencyConfig, LowLatencyDispatchInput, LowLatencyDispatchOutput,
-    LowLatencyDispatched, LowLatencyHandle, MemoryUse, PendingCombine, PendingDispatch,
-    PendingLowLatencyCombine, PendingLowLatencyDispatch, ReceivedCounts, Routes, RowFormat,
-    Statistics, Stream, TopK,
+    DeviceLayout, DeviceRoutes, DispatchHandle, DispatchInput, DispatchOutput, Dispatched, Landing,
+    Layout, Loan, LowLatencyCombineInput, LowLatencyConfig, LowLatencyDispatchInput,
+    LowLatencyDispatchOutput, LowLatencyDispatched, LowLatencyHandle, MemoryUse, PendingCombine,
+    PendingDispatch, PendingLowLatencyCombine, PendingLowLatencyDispatch, ReceivedCounts, Routes,
+    RowFormat, Statistics, Stream, TopK,
 };
 pub use dtype::{DType, Element, F8E4M3};
 pub use engine::cuda;

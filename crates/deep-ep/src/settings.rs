@@ -141,6 +141,10 @@ pub struct Settings {
     pub cache_dir: Setting<Option<PathBuf>>,
     /// `DEEP_EP_NVRTC`: the NVRTC library to load. Default: searched for.
     pub nvrtc: Setting<Option<PathBuf>>,
+    /// `DEEP_EP_SPLIT_LAUNCHES`: 1 makes every part of a call on a GPU a launch of its own, for
+    /// compute-sanitizer; see
+    /// [`BufferConfig::split_launches`](crate::BufferConfig::split_launches).
+    pub split_launches: Setting<bool>,
     /// `DEEP_EP_TIMEOUT_SECS`: the deadline of every wait on the host, in seconds, fractions
     /// allowed. Default: 300.
     pub timeout: Setting<Duration>,
@@ -221,6 +225,7 @@ impl Settings {
             engine: env.engine()?,
             cache_dir: env.cache_dir(),
             nvrtc: setting("DEEP_EP_NVRTC", env.path("DEEP_EP_NVRTC").map(Some), None),
+            split_launches: env.switch("DEEP_EP_SPLIT_LAUNCHES")?,
             timeout: env.timeout()?,
             log: setting("DEEP_EP_LOG", env.text("DEEP_EP_LOG")?, "warn".into()),
             secret: env.secret()?,
@@ -276,6 +281,11 @@ impl Settings {
                 path(&self.cache_dir.value),
             ),
             line("DEEP_EP_NVRTC", &self.nvrtc, path(&self.nvrtc.value)),
+            line(
+                "DEEP_EP_SPLIT_LAUNCHES",
+                &self.split_launches,
+                u8::from(self.split_launches.value).to_string(),
+            ),
             line(
                 "DEEP_EP_TIMEOUT_SECS",
                 &self.timeout,
@@ -413,6 +423,18 @@ impl<F: Fn(&str) -> Option<OsString>> Reader<F> {
             }
         }
         setting("DEEP_EP_CACHE_DIR", None, None)
+    }
+
+    fn switch(&self, name: &'static str) -> Result<Setting<bool>> {
+        let found = self
+            .text(name)?
+            .map(|text| match text.trim() {
+                "0" => Ok(false),
+                "1" => Ok(true),
+                _ => Err(Error::invalid(name, quoted(&text), "must be 0 or 1")),
+            })
+            .transpose()?;
+        Ok(setting(name, found, false))
     }
 
     fn timeout(&self) -> Result<Setting<Duration>> {

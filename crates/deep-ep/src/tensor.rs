@@ -2,9 +2,9 @@
 //!
 //! [`Tensor`] and [`TensorMut`] borrow memory. On the host they are made safely from slices; memory
 //! of a device enters through the `unsafe` constructors, whose contract says who keeps what alive.
-//! [`OwnedTensor`] is host memory that the library allocated for a result.
+//! [`OwnedTensor`] is memory, of the host or of a device, that the library made for a result.
 
-use std::{fmt, marker::PhantomData};
+use std::{any::Any, fmt, marker::PhantomData, sync::Arc};
 
 use crate::{
     dtype::{DType, Element},
@@ -80,6 +80,11 @@ impl Shape {
         }
         let span = last.checked_add(1)?;
         (span.checked_mul(self.dtype.size())? < isize::MAX as usize).then_some(span)
+    }
+
+    /// Bytes from the first element to the end of the last.
+    pub fn bytes(&self) -> usize {
+        self.span() * self.dtype.size()
     }
 
     fn span(&self) -> usize {
@@ -493,14 +498,29 @@ impl fmt::Debug for Shape {
     }
 }
 
-/// A host tensor that the library allocated for a result, zero-filled until written.
+/// A tensor that the library made for a result.
 ///
-/// The memory is aligned to 64 bytes and comes zeroed from the system, so rows that nobody writes
-/// cost no physical memory.
+/// On the host it is zero-filled until written: the memory is aligned to 64 bytes and comes zeroed
+/// from the system, so rows that nobody writes cost no physical memory. On a device it is a part of
+/// a block that is given back when its last owner is gone; what was not written is undefined.
 pub struct OwnedTensor {
-    memory: Zeroed,
+    data: *mut u8,
+    /// What keeps the memory.
+    _memory: Memory,
     shape: Shape,
 }
+
+/// The owner of a tensor's memory.
+#[expect(dead_code, reason = "owners are held, not used")]
+enum Memory {
+    Host(Zeroed),
+    Device(Arc<dyn Any + Send + Sync>),
+}
+
+// SAFETY: the memory is plain bytes that the tensor owns, or shares with tensors of other bytes.
+unsafe impl Send for OwnedTensor {}
+// SAFETY: as above; shared access only reads.
+unsafe impl Sync for OwnedTensor {}
 
 impl OwnedTensor {
     /// A dense tensor of zeros.
@@ -519,10 +539,31 @@ impl OwnedTensor {
     }
 
     fn with_shape(shape: Shape) -> Result<Self> {
+        let memory = Zeroed::new(shape.span() * shape.dtype.size())?;
         Ok(Self {
-            memory: Zeroed::new(shape.span() * shape.dtype.size())?,
+            data: memory.data,
+            _memory: Memory::Host(memory),
             shape,
         })
+    }
+
+    /// A tensor in memory of a device that `owner` keeps.
+    ///
+    /// # Safety
+    /// Every element that `shape` reaches from `data` lies in memory of `device` that stays valid
+    /// while `owner` lives, and nothing else writes it while the tensor is read.
+    pub unsafe fn from_device(
+        data: *mut u8,
+        mut shape: Shape,
+        device: Device,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Self {
+        shape.device = device;
+        Self {
+            data,
+            _memory: Memory::Device(owner),
+            shape,
+        }
     }
 
     shape_accessors!();
@@ -530,7 +571,7 @@ impl OwnedTensor {
     /// A shared view.
     pub fn as_tensor(&self) -> Tensor<'_> {
         Tensor {
-            data: self.memory.data,
+            data: self.data,
             shape: self.shape,
             memory: PhantomData,
         }
@@ -539,7 +580,7 @@ impl OwnedTensor {
     /// An exclusive view.
     pub fn as_tensor_mut(&mut self) -> TensorMut<'_> {
         TensorMut {
-            data: self.memory.data,
+            data: self.data,
             shape: self.shape,
             memory: PhantomData,
         }
@@ -556,7 +597,7 @@ impl OwnedTensor {
         Ok(match self.shape.span() {
             0 => &mut [],
             // SAFETY: as in `TensorMut::as_mut_slice`.
-            n => unsafe { std::slice::from_raw_parts_mut(self.memory.data.cast(), n) },
+            n => unsafe { std::slice::from_raw_parts_mut(self.data.cast(), n) },
         })
     }
 }

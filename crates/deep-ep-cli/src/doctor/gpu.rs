@@ -242,8 +242,8 @@ impl Gpus {
     }
 }
 
-impl From<cuda::Gpu> for Device {
-    fn from(gpu: cuda::Gpu) -> Self {
+impl From<cuda::GpuFacts> for Device {
+    fn from(gpu: cuda::GpuFacts) -> Self {
         Self {
             name: gpu.name,
             pci_address: gpu.pci_address,

@@ -93,12 +93,12 @@ impl<'a> Calls<'a> {
     /// The received rows, wherever they are.
     fn view(&self) -> Result<Received<'_>> {
         let arrived = self.arrived()?;
-        let n = arrived.counts.rows;
+        let n = arrived.counts.output_rows;
         let Sizes { hidden, top_k, .. } = self.sizes;
         let fp8 = self.fp8.is_some();
         let (x, scales, topk_idx, topk_weights) = match &arrived.lent {
             Some(lent) => (
-                lent.x.as_bytes(),
+                lent.x.as_bytes()?,
                 lent.scales
                     .as_ref()
                     .map(|s| s.as_slice::<f32>())
@@ -258,7 +258,7 @@ impl super::Calls for Calls<'_> {
         // Taken out while the received rows are borrowed.
         let mut outputs = std::mem::replace(&mut self.outputs, ExpertOutputs::Loan(None));
         let received = self.view()?;
-        let n = received.counts.rows;
+        let n = received.counts.output_rows;
         let out = match &mut outputs {
             ExpertOutputs::Caller(memory) => {
                 at_least(memory, n * hidden, bf16::ZERO);
@@ -304,13 +304,13 @@ impl super::Calls for Calls<'_> {
                 Some(lent) => CombineRows::Loan(&lent.x),
                 None => CombineRows::Caller(Tensor::new(
                     &self.memory.x,
-                    &[arrived.counts.rows, self.sizes.hidden],
+                    &[arrived.counts.output_rows, self.sizes.hidden],
                 )?),
             },
             ExpertOutputs::Loan(loan) => CombineRows::Loan(loan.as_ref().context("no loan")?),
             ExpertOutputs::Caller(memory) => CombineRows::Caller(Tensor::new(
                 memory,
-                &[arrived.counts.rows, self.sizes.hidden],
+                &[arrived.counts.output_rows, self.sizes.hidden],
             )?),
         };
         let pending = self
@@ -336,7 +336,7 @@ impl super::Calls for Calls<'_> {
     }
 
     fn received_rows(&self) -> usize {
-        self.received.as_ref().map_or(0, |r| r.counts.rows)
+        self.received.as_ref().map_or(0, |r| r.counts.output_rows)
     }
 
     fn sent_rows(&self) -> usize {

@@ -27,7 +27,7 @@ pub(super) struct Calls<'a> {
     x: OwnedTensor,
     /// Scales of FP8 rows.
     scales: Option<Scales>,
-    received: Option<(Vec<i32>, LowLatencyHandle)>,
+    received: Option<(OwnedTensor, LowLatencyHandle)>,
     /// Combine's input; a loan is good for one call.
     loan: Option<Loan>,
     /// `[E/R, R*M, H]` in the caller's memory.
@@ -101,7 +101,7 @@ impl<'a> Calls<'a> {
             scales: self.scales.as_ref().map(|s| (&*s.memory, s.strides)),
             rows: self.rank.options.ranks * self.capacity,
             hidden: self.sizes.hidden,
-            recv_count,
+            recv_count: recv_count.as_slice()?,
             handle,
         })
     }
@@ -188,6 +188,7 @@ impl super::Calls for Calls<'_> {
 
     fn expert_load(&self) -> Vec<usize> {
         self.received.as_ref().map_or(Vec::new(), |(counts, _)| {
+            let counts = counts.as_slice::<i32>().unwrap_or_default();
             counts.iter().map(|&n| n as usize).collect()
         })
     }

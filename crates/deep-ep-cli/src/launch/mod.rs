@@ -8,6 +8,7 @@ use std::fmt;
 use anyhow::Result;
 
 pub(crate) use processes::serve;
+pub(crate) use threads::{each, run as threads};
 
 use crate::{
     options::{Launch, Options},
@@ -23,7 +24,7 @@ pub(crate) fn run(
     options: &Options,
 ) -> Result<Vec<RankReport>> {
     match launch {
-        Launch::Threads => threads::run(input, options),
+        Launch::Threads => threads(input, options),
         Launch::Processes => processes::run(source, options),
     }
 }

@@ -8,8 +8,20 @@ use deep_ep::Communicator;
 use super::{Cause, Failure, Failures};
 use crate::{job, options::Options, report::RankReport, source::Input};
 
-pub(super) fn run(input: &Input, options: &Options) -> Result<Vec<RankReport>> {
-    let communicators = Communicator::local(options.ranks)?;
+/// Does a job.
+pub(crate) fn run(input: &Input, options: &Options) -> Result<Vec<RankReport>> {
+    each(options.ranks, |communicator| {
+        job::run(communicator, input, options)
+    })
+}
+
+/// Does `work` in a thread for each rank; the results are in their order.
+pub(crate) fn each<T: Send>(
+    ranks: usize,
+    work: impl Fn(Communicator) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let communicators = Communicator::local(ranks)?;
+    let work = &work;
     let outcomes = thread::scope(|scope| {
         let threads = communicators
             .into_iter()
@@ -17,7 +29,7 @@ pub(super) fn run(input: &Input, options: &Options) -> Result<Vec<RankReport>> {
             .map(|(rank, communicator)| {
                 thread::Builder::new()
                     .name(format!("rank {rank}"))
-                    .spawn_scoped(scope, move || job::run(communicator, input, options))
+                    .spawn_scoped(scope, move || work(communicator))
                     .with_context(|| format!("cannot start the thread of rank {rank}"))
             })
             .collect::<Result<Vec<_>>>()?;
@@ -29,7 +41,7 @@ pub(super) fn run(input: &Input, options: &Options) -> Result<Vec<RankReport>> {
         )
     })?;
 
-    let mut reports = Vec::with_capacity(options.ranks);
+    let mut reports = Vec::with_capacity(ranks);
     let mut failures = Vec::new();
     for (rank, outcome) in outcomes.into_iter().enumerate() {
         match outcome {

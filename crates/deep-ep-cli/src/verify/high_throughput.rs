@@ -31,14 +31,14 @@ pub(crate) struct Received<'a> {
 impl Received<'_> {
     /// The bytes of row `n`.
     pub(crate) fn row(&self, n: usize) -> &[u8] {
-        let bytes = self.x.len() / self.counts.rows;
+        let bytes = self.x.len() / self.counts.output_rows;
         &self.x[n * bytes..][..bytes]
     }
 
     /// The scales of row `n`.
     pub(crate) fn row_scales(&self, n: usize) -> Option<&[f32]> {
         let scales = self.scales?;
-        let blocks = scales.len() / self.counts.rows;
+        let blocks = scales.len() / self.counts.output_rows;
         Some(&scales[n * blocks..][..blocks])
     }
 
@@ -80,7 +80,7 @@ impl Verifier<'_> {
                 format!("{rows:?} rows came from rank {source}, it should be {right_rows}")
             });
             // Behind a wrong count everything is in another place.
-            if check.mismatch.is_some() || counts.rows < begin + right_rows {
+            if check.mismatch.is_some() || counts.output_rows < begin + right_rows {
                 break;
             }
             self.compare_rows(&mut check, received, begin, &right)?;
@@ -90,8 +90,8 @@ impl Verifier<'_> {
                 .for_each(|(sum, n)| *sum += n);
             begin += right_rows;
         }
-        check.expect(counts.rows == begin, || {
-            format!("{} rows came, it should be {begin}", counts.rows)
+        check.expect(counts.rows == Some(begin), || {
+            format!("{:?} rows came, it should be {begin}", counts.rows)
         });
         let is = &counts.tokens_per_expert;
         check.expect(*is == tokens_per_expert, || {

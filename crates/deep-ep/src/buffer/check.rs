@@ -34,10 +34,17 @@ fn require(
     Err(Reject::new(argument, format!("{value:?}"), limit()))
 }
 
-/// The engine works on host memory.
-fn on_host(name: &'static str, tensor: &Tensor<'_>) -> Check {
-    require(tensor.device() == Device::Host, name, tensor, || {
-        "must be on the host".into()
+/// A tensor of the call lies where all of them do.
+fn on(device: Device, name: &'static str, tensor: &Tensor<'_>) -> Check {
+    require(tensor.device() == device, name, tensor, || {
+        format!("must be on {device:?}, as x is")
+    })
+}
+
+/// The engine works on memory of this device.
+fn takes(buffer: &Buffer, name: &'static str, tensor: &Tensor<'_>) -> Check {
+    require(buffer.engine.takes(tensor.device()), name, tensor, || {
+        format!("must be where the engine {} works", buffer.engine())
     })
 }
 
@@ -75,7 +82,6 @@ fn agreed(name: &'static str, value: usize, agreed: Option<usize>) -> Check {
 }
 
 fn rows(name: &'static str, x: &Tensor<'_>) -> Check {
-    on_host(name, x)?;
     let fits = x.shape().len() == 2 && x.rows_are_dense();
     require(fits, name, x, || "must be [T, H] with dense rows".into())?;
     let bytes = x.row_bytes();
@@ -91,9 +97,9 @@ fn rows(name: &'static str, x: &Tensor<'_>) -> Check {
     })
 }
 
-fn topk(buffer: &Buffer, topk: &TopK<'_>, tokens: usize) -> Check {
+fn topk(buffer: &Buffer, topk: &TopK<'_>, tokens: usize, device: Device) -> Check {
     let idx = &topk.idx;
-    on_host("topk_idx", idx)?;
+    on(device, "topk_idx", idx)?;
     let integer = matches!(idx.dtype(), DType::I32 | DType::I64);
     let shaped = idx.shape().len() == 2 && idx.shape()[0] == tokens;
     require(integer && shaped, "topk_idx", idx, || {
@@ -106,11 +112,11 @@ fn topk(buffer: &Buffer, topk: &TopK<'_>, tokens: usize) -> Check {
     agreed("top_k", k, buffer.config().top_k)?;
     topk.weights
         .as_ref()
-        .map_or(Ok(()), |weights| topk_weights(weights, tokens, k))
+        .map_or(Ok(()), |weights| topk_weights(weights, tokens, k, device))
 }
 
-fn topk_weights(weights: &Tensor<'_>, tokens: usize, k: usize) -> Check {
-    on_host("topk_weights", weights)?;
+fn topk_weights(weights: &Tensor<'_>, tokens: usize, k: usize, device: Device) -> Check {
+    on(device, "topk_weights", weights)?;
     let fits = weights.dtype() == DType::F32 && weights.shape() == [tokens, k];
     require(fits, "topk_weights", weights, || {
         format!("must be f32 [{tokens}, {k}]")
@@ -123,9 +129,21 @@ fn num_sms(sms: Option<usize>) -> Check {
     })
 }
 
+pub(super) fn layout(topk_idx: &Tensor<'_>, num_experts: usize, buffer: &Buffer) -> Check {
+    takes(buffer, "topk_idx", topk_idx)?;
+    experts(buffer, num_experts)?;
+    let tokens = topk_idx.shape()[0];
+    let choices = TopK {
+        idx: *topk_idx,
+        weights: None,
+    };
+    topk(buffer, &choices, tokens, topk_idx.device())
+}
+
 pub(super) fn dispatch(input: &DispatchInput<'_>, buffer: &Buffer) -> Check {
+    takes(buffer, "x", &input.x)?;
     rows("x", &input.x)?;
-    let tokens = input.x.shape()[0];
+    let (tokens, device) = (input.x.shape()[0], input.x.device());
     agreed("hidden", input.x.shape()[1], buffer.config().hidden)?;
     num_sms(input.num_sms)?;
     let alignment = input.expert_alignment;
@@ -133,7 +151,7 @@ pub(super) fn dispatch(input: &DispatchInput<'_>, buffer: &Buffer) -> Check {
         "must be at least 1".into()
     })?;
     if let Some(scales) = &input.scales {
-        on_host("x[1] (scales)", scales)?;
+        on(device, "x[1] (scales)", scales)?;
         let wide = matches!(scales.dtype(), DType::F32 | DType::I32);
         let shaped =
             scales.shape().len() == 2 && scales.shape()[0] == tokens && scales.shape()[1] > 0;
@@ -156,11 +174,13 @@ pub(super) fn dispatch(input: &DispatchInput<'_>, buffer: &Buffer) -> Check {
             layout,
             topk: choices,
         } => {
-            let routes = &layout.routes;
+            let mask = layout.is_token_in_rank();
+            let (routed, ranks) = (mask.shape()[0], mask.shape()[1]);
+            on(device, "is_token_in_rank", &mask)?;
             require(
-                routes.ranks() == buffer.num_ranks(),
+                ranks == buffer.num_ranks(),
                 "is_token_in_rank",
-                routes.ranks(),
+                ranks,
                 || {
                     format!(
                         "must have a column for each of {} ranks",
@@ -168,17 +188,15 @@ pub(super) fn dispatch(input: &DispatchInput<'_>, buffer: &Buffer) -> Check {
                     )
                 },
             )?;
-            require(
-                routes.tokens() == tokens,
-                "is_token_in_rank",
-                routes.tokens(),
-                || format!("must have a row for each of {tokens} tokens"),
-            )?;
-            experts(buffer, layout.tokens_per_expert.len())?;
+            require(routed == tokens, "is_token_in_rank", routed, || {
+                format!("must have a row for each of {tokens} tokens")
+            })?;
+            experts(buffer, layout.num_tokens_per_expert().shape()[0])?;
             choices.as_ref()
         }
         Routes::Handle(handle) => {
             dispatch_handle(handle, buffer)?;
+            on(device, "handle", &handle.send_head())?;
             require(handle.num_tokens() == tokens, "handle", handle, || {
                 format!("must be of a dispatch of {tokens} tokens, as x has")
             })?;
@@ -186,7 +204,7 @@ pub(super) fn dispatch(input: &DispatchInput<'_>, buffer: &Buffer) -> Check {
         }
     };
     if let Some(choices) = choices {
-        topk(buffer, choices, tokens)?;
+        topk(buffer, choices, tokens, device)?;
     }
     let worst = input.num_worst_tokens;
     require(
@@ -222,7 +240,8 @@ pub(crate) fn dispatch_output(
 ) -> Check {
     let hidden = input.x.shape()[1];
     let x = &out.x;
-    on_host("recv_x", &x.as_tensor())?;
+    let device = input.x.device();
+    on(device, "recv_x", &x.as_tensor())?;
     let fits = x.dtype() == input.x.dtype() && x.shape() == [rows, hidden] && x.rows_are_dense();
     require(fits, "recv_x", x, || {
         format!(
@@ -243,26 +262,34 @@ pub(crate) fn dispatch_output(
         &out.scales,
         || "must be given exactly when x has scales".into(),
     )?;
-    dense("recv_x[1] (scales)", &out.scales, scales, rows)?;
+    dense(device, "recv_x[1] (scales)", &out.scales, scales, rows)?;
     dense(
+        device,
         "recv_topk_idx",
         &out.topk_idx,
         choices.map(|c| columns(&c.idx)),
         rows,
     )?;
     let weights = choices.and_then(|c| c.weights.as_ref()).map(columns);
-    dense("recv_topk_weights", &out.topk_weights, weights, rows)
+    dense(
+        device,
+        "recv_topk_weights",
+        &out.topk_weights,
+        weights,
+        rows,
+    )
 }
 
 /// An optional dense output of `rows` rows with the type and columns of what travels.
 fn dense(
+    device: Device,
     name: &'static str,
     out: &Option<TensorMut<'_>>,
     travels: Option<(DType, usize)>,
     rows: usize,
 ) -> Check {
     let Some(out) = out else { return Ok(()) };
-    on_host(name, &out.as_tensor())?;
+    on(device, name, &out.as_tensor())?;
     let (dtype, columns) = travels.ok_or_else(|| {
         Reject::new(
             name,
@@ -278,17 +305,19 @@ fn dense(
 
 pub(super) fn combine(input: &CombineInput<'_>, buffer: &Buffer) -> Check {
     let x = input.x.as_tensor();
+    takes(buffer, "x", &x)?;
     rows("x", &x)?;
     let summable = matches!(x.dtype(), DType::Bf16 | DType::F32 | DType::F16);
     require(summable, "x", x, || "must be bf16, f32 or f16".into())?;
     dispatch_handle(input.handle, buffer)?;
+    on(x.device(), "handle", &input.handle.send_head())?;
     num_sms(input.num_sms)?;
     let received = input.handle.num_recv_rows();
     require(x.shape()[0] >= received, "x", x, || {
         format!("must have the {received} rows of its handle")
     })?;
     if let Some(weights) = &input.topk_weights {
-        on_host("topk_weights", weights)?;
+        on(x.device(), "topk_weights", weights)?;
         let k = weights.shape().get(1).copied().unwrap_or(0);
         let fits = weights.dtype() == DType::F32
             && weights.shape().len() == 2
@@ -301,7 +330,7 @@ pub(super) fn combine(input: &CombineInput<'_>, buffer: &Buffer) -> Check {
     }
     let (tokens, hidden) = (input.handle.num_tokens(), x.shape()[1]);
     for bias in input.bias.iter().flatten() {
-        on_host("bias", bias)?;
+        on(x.device(), "bias", bias)?;
         let fits =
             bias.dtype() == x.dtype() && bias.shape() == [tokens, hidden] && bias.rows_are_dense();
         require(fits, "bias", bias, || {
@@ -315,7 +344,7 @@ pub(super) fn combine(input: &CombineInput<'_>, buffer: &Buffer) -> Check {
 pub(crate) fn combine_output(input: &CombineInput<'_>, out: &CombineOutput<'_>) -> Check {
     let (x, tokens) = (input.x.as_tensor(), input.handle.num_tokens());
     let hidden = x.shape()[1];
-    on_host("combined_x", &out.x.as_tensor())?;
+    on(x.device(), "combined_x", &out.x.as_tensor())?;
     let fits =
         out.x.dtype() == x.dtype() && out.x.shape() == [tokens, hidden] && out.x.rows_are_dense();
     require(fits, "combined_x", &out.x, || {
@@ -331,13 +360,20 @@ pub(crate) fn combine_output(input: &CombineInput<'_>, out: &CombineOutput<'_>) 
         &out.topk_weights,
         || "must be given exactly when topk_weights is".into(),
     )?;
-    dense("combined_topk_weights", &out.topk_weights, weights, tokens)
+    let out = &out.topk_weights;
+    dense(x.device(), "combined_topk_weights", out, weights, tokens)
 }
 
 /// `[len]` statistics of the given type.
-fn stats(name: &'static str, stats: &Option<TensorMut<'_>>, dtype: DType, len: usize) -> Check {
+fn stats(
+    device: Device,
+    name: &'static str,
+    stats: &Option<TensorMut<'_>>,
+    dtype: DType,
+    len: usize,
+) -> Check {
     let Some(stats) = stats else { return Ok(()) };
-    on_host(name, &stats.as_tensor())?;
+    on(device, name, &stats.as_tensor())?;
     let fits = stats.dtype() == dtype && stats.shape() == [len] && stats.is_dense();
     require(fits, name, stats, || {
         format!("must be dense {dtype} [{len}]")
@@ -357,7 +393,9 @@ fn max_tokens(max: usize, tokens: usize) -> Check {
 }
 
 pub(super) fn low_latency_dispatch(input: &LowLatencyDispatchInput<'_>, buffer: &Buffer) -> Check {
+    takes(buffer, "x", &input.x)?;
     rows("x", &input.x)?;
+    let device = input.x.device();
     require(input.x.dtype() == DType::Bf16, "x", input.x, || {
         "must be bf16".into()
     })?;
@@ -372,6 +410,7 @@ pub(super) fn low_latency_dispatch(input: &LowLatencyDispatchInput<'_>, buffer: 
             weights: None,
         },
         tokens,
+        device,
     )?;
     let grain = match input.format {
         RowFormat::Bf16 => 1,
@@ -384,12 +423,14 @@ pub(super) fn low_latency_dispatch(input: &LowLatencyDispatchInput<'_>, buffer: 
     let ranks = buffer.num_ranks();
     let stat = "cumulative_local_expert_recv_stats";
     stats(
+        device,
         stat,
         &input.recv_stats,
         DType::I32,
         input.num_experts / ranks,
     )?;
     stats(
+        device,
         "dispatch_wait_recv_cost_stats",
         &input.wait_stats,
         DType::I64,
@@ -407,7 +448,7 @@ pub(crate) fn low_latency_output(
 ) -> Check {
     let (local, rows) = (input.num_experts / ranks, ranks * input.max_tokens_per_rank);
     let hidden = input.x.shape()[1];
-    on_host("recv_x", &out.x.as_tensor())?;
+    on(input.x.device(), "recv_x", &out.x.as_tensor())?;
     let dense_rows = hidden == 1 || out.x.strides().last() == Some(&1);
     let fits = out.x.dtype() == x && out.x.shape() == [local, rows, hidden] && dense_rows;
     require(fits, "recv_x", &out.x, || {
@@ -420,7 +461,7 @@ pub(crate) fn low_latency_output(
         || "must be given exactly when rows are fp8".into(),
     )?;
     if let (Some((dtype, columns)), Some(out)) = (scales, &out.scales) {
-        on_host("recv_x[1] (scales)", &out.as_tensor())?;
+        on(input.x.device(), "recv_x[1] (scales)", &out.as_tensor())?;
         let fits = out.dtype() == dtype && out.shape() == [local, rows, columns];
         require(fits, "recv_x[1] (scales)", out, || {
             format!("must be {dtype} [{local}, {rows}, {columns}]")
@@ -431,8 +472,9 @@ pub(crate) fn low_latency_output(
 
 pub(super) fn low_latency_combine(input: &LowLatencyCombineInput<'_>, buffer: &Buffer) -> Check {
     let (x, handle, ranks) = (input.x.as_tensor(), input.handle, buffer.num_ranks());
-    let max = handle.max_tokens_per_rank();
-    on_host("x", &x)?;
+    let (max, device) = (handle.max_tokens_per_rank(), x.device());
+    takes(buffer, "x", &x)?;
+    on(device, "handle", &handle.src_info())?;
     experts(buffer, handle.num_experts())?;
     let (local, rows) = (handle.num_experts() / ranks, ranks * max);
     let shaped = x.shape().len() == 3 && x.shape()[..2] == [local, rows];
@@ -459,6 +501,7 @@ pub(super) fn low_latency_combine(input: &LowLatencyCombineInput<'_>, buffer: &B
             weights: Some(input.topk_weights),
         },
         tokens,
+        device,
     )?;
     max_tokens(max, tokens)?;
     let exact = input.wire == CombineWire::Exact;
@@ -470,6 +513,7 @@ pub(super) fn low_latency_combine(input: &LowLatencyCombineInput<'_>, buffer: &B
         "must have room: set exact_top_k when the buffer is made".into()
     })?;
     stats(
+        device,
         "combine_wait_recv_cost_stats",
         &input.wait_stats,
         DType::I64,
@@ -483,7 +527,7 @@ pub(crate) fn low_latency_combined(
     out: &TensorMut<'_>,
 ) -> Check {
     let (tokens, hidden) = (input.topk_idx.shape()[0], input.x.as_tensor().shape()[2]);
-    on_host("out", &out.as_tensor())?;
+    on(input.x.as_tensor().device(), "out", &out.as_tensor())?;
     let fits =
         out.dtype() == DType::Bf16 && out.shape() == [tokens, hidden] && out.rows_are_dense();
     require(fits, "out", out, || {

@@ -99,6 +99,9 @@ impl LowLatencyConfig {
 pub struct BufferConfig {
     /// Engine to use.
     pub engine: EngineChoice,
+    /// GPU of the CUDA engine, by its number among those that this process sees. `None`: with
+    /// engine `cuda` the rank's number modulo the GPUs; with engine `auto` the CPU engine is used.
+    pub device: Option<usize>,
     /// Bytes of symmetric memory to start with for the high-throughput calls; it grows.
     pub scale_up_bytes: usize,
     /// Most bytes that this rank's symmetric memory may grow to; `None`: the machine's memory.
@@ -111,6 +114,10 @@ pub struct BufferConfig {
     pub timeout: Duration,
     /// In low-latency calls, mask a rank that misses its deadline instead of failing.
     pub enable_shrink: bool,
+    /// CUDA engine: launches every part of a call on its own, waits for it and for all ranks, so that
+    /// no kernel waits for another; for compute-sanitizer and debuggers. Slow; calls cannot be
+    /// recorded in graphs, and all ranks must make each call at the same time.
+    pub split_launches: bool,
     /// When set, `E` that all ranks must agree on and every call must use.
     pub num_experts: Option<usize>,
     /// When set, `H` (elements) that all ranks must agree on and every call must use.
@@ -123,12 +130,14 @@ impl Default for BufferConfig {
     fn default() -> Self {
         Self {
             engine: EngineChoice::Auto,
+            device: None,
             scale_up_bytes: 0,
             max_bytes: None,
             low_latency: None,
             num_sms: 20,
             timeout: Duration::from_secs(300),
             enable_shrink: false,
+            split_launches: false,
             num_experts: None,
             hidden: None,
             top_k: None,
@@ -137,7 +146,8 @@ impl Default for BufferConfig {
 }
 
 impl BufferConfig {
-    /// Defaults changed by the environment: `DEEP_EP_ENGINE`, `DEEP_EP_TIMEOUT_SECS`.
+    /// Defaults changed by the environment: `DEEP_EP_ENGINE`, `DEEP_EP_TIMEOUT_SECS`,
+    /// `DEEP_EP_SPLIT_LAUNCHES`.
     ///
     /// # Errors
     /// A variable's value is not usable; the error names it.
@@ -146,6 +156,7 @@ impl BufferConfig {
         Ok(Self {
             engine: settings.engine.value,
             timeout: settings.timeout.value,
+            split_launches: settings.split_launches.value,
             ..Self::default()
         })
     }

@@ -92,11 +92,12 @@ impl<'io> DispatchInput<'io> {
 /// How many rows come, known before they are there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReceivedCounts {
-    /// `N`: rows that this rank receives, its own included.
-    pub rows: usize,
+    /// `N`: rows that this rank receives, its own included. `None` where the host does not wait for
+    /// it: on a GPU in worst-case mode, unless [`PendingDispatch::counts`] was called.
+    pub rows: Option<usize>,
     /// Rows that outputs must have: `N`, or the worst case if that was asked for.
     pub output_rows: usize,
-    /// Rows from each source rank, `[R]`.
+    /// Rows from each source rank, `[R]`; empty where `rows` is `None`.
     pub rows_from: Vec<usize>,
     /// Choices of each local expert, `[E/R]`, rounded up to `expert_alignment`. Empty in worst-case
     /// mode and with a handle.

@@ -6,7 +6,7 @@ use crate::{
     dtype::DType,
     error::{Error, Result},
     routing::{Routes, exclusive_prefix_sum},
-    tensor::{OwnedTensor, Tensor},
+    tensor::{Device, OwnedTensor, Tensor},
     topology::Rank,
 };
 
@@ -17,7 +17,33 @@ use crate::{
 #[derive(Clone)]
 pub struct DispatchHandle(Arc<Data>);
 
-struct Data {
+#[expect(clippy::large_enum_variant, reason = "always behind an Arc")]
+enum Data {
+    Host(HostRoutes),
+    Device(DeviceRoutes),
+}
+
+/// The tensors of a handle whose dispatch ran on a GPU; all lie there.
+pub struct DeviceRoutes {
+    /// The rank that made it.
+    pub rank: Rank,
+    /// `[R, R]` i32, see [`DispatchHandle::rank_prefix_matrix`].
+    pub rank_prefix_matrix: OwnedTensor,
+    /// `[R, 1]` i32, see [`DispatchHandle::channel_prefix_matrix`].
+    pub channel_prefix_matrix: OwnedTensor,
+    /// `[R, 1]` i32, see [`DispatchHandle::recv_channel_prefix_matrix`].
+    pub recv_channel_prefix_matrix: OwnedTensor,
+    /// `[N]` i32, or as many entries as worst-case outputs have rows.
+    pub recv_src_idx: OwnedTensor,
+    /// `[T, R]` u8.
+    pub is_token_in_rank: OwnedTensor,
+    /// `[T, R]` i32, see [`DispatchHandle::send_head`].
+    pub send_head: OwnedTensor,
+    /// Rows that other ranks get from this one, if the host knows.
+    pub remote_rows: Option<usize>,
+}
+
+struct HostRoutes {
     rank: Rank,
     plan: Arc<SendPlan>,
     /// Inclusive prefix over source ranks of received rows; only column `rank` is meaningful.
@@ -85,14 +111,95 @@ impl DispatchHandle {
             .iter()
             .map(|&n| n as i32)
             .collect();
-        Self(Arc::new(Data {
+        Self(Arc::new(Data::Host(HostRoutes {
             rank,
             plan,
             rank_prefix_matrix,
             src_idx,
             channel_prefix,
             recv_channel_prefix: vec![0; ranks],
-        }))
+        })))
+    }
+
+    /// A handle from the device tensors that one consists of.
+    ///
+    /// # Errors
+    /// Shapes or types do not fit each other, a tensor is not dense, or they lie on different
+    /// devices. Contents are not looked at: rows that contents wrongly name are not read, but
+    /// results are undefined.
+    pub fn from_device_parts(parts: DeviceRoutes) -> Result<Self> {
+        let &[tokens, ranks] = parts.send_head.shape() else {
+            return Err(Error::invalid(
+                "send_head",
+                format!("{:?}", parts.send_head),
+                "must be i32 [T, R]",
+            ));
+        };
+        let device = parts.send_head.device();
+        let rows = parts.recv_src_idx.shape()[0];
+        for (name, tensor, dtype, shape) in [
+            (
+                "rank_prefix_matrix",
+                &parts.rank_prefix_matrix,
+                DType::I32,
+                &[ranks, ranks][..],
+            ),
+            (
+                "channel_prefix_matrix",
+                &parts.channel_prefix_matrix,
+                DType::I32,
+                &[ranks, 1],
+            ),
+            (
+                "recv_channel_prefix_matrix",
+                &parts.recv_channel_prefix_matrix,
+                DType::I32,
+                &[ranks, 1],
+            ),
+            ("recv_src_idx", &parts.recv_src_idx, DType::I32, &[rows]),
+            (
+                "is_token_in_rank",
+                &parts.is_token_in_rank,
+                DType::U8,
+                &[tokens, ranks],
+            ),
+            ("send_head", &parts.send_head, DType::I32, &[tokens, ranks]),
+        ] {
+            let fits = tensor.dtype() == dtype
+                && tensor.shape() == shape
+                && tensor.is_dense()
+                && tensor.device() == device
+                && device != Device::Host;
+            if !fits || parts.rank.0 >= ranks {
+                return Err(Error::invalid(
+                    name,
+                    format!("{tensor:?} of rank {}", parts.rank),
+                    format!("must be dense {dtype} {shape:?} on a device, {device:?} as send_head"),
+                ));
+            }
+        }
+        Ok(Self(Arc::new(Data::Device(parts))))
+    }
+
+    /// The device tensors, if it is a handle of a GPU.
+    pub(crate) fn on_device(&self) -> Option<&DeviceRoutes> {
+        match &*self.0 {
+            Data::Host(_) => None,
+            Data::Device(parts) => Some(parts),
+        }
+    }
+
+    /// The host routes. A buffer checks that a handle fits its engine before an engine sees it.
+    fn host(&self) -> &HostRoutes {
+        match &*self.0 {
+            Data::Host(routes) => routes,
+            Data::Device(_) => unreachable!("engines see handles of their own device only"),
+        }
+    }
+
+    /// Where its tensors lie.
+    pub fn device(&self) -> Device {
+        self.send_head().device()
     }
 
     /// A handle from the tensors that one consists of: `rank_prefix_matrix` `[R, R]` i32,
@@ -146,73 +253,105 @@ impl DispatchHandle {
 
     /// The rank that made it.
     pub fn rank(&self) -> Rank {
-        self.0.rank
+        match &*self.0 {
+            Data::Host(routes) => routes.rank,
+            Data::Device(parts) => parts.rank,
+        }
     }
 
     /// Ranks of the group, `R`.
     pub fn num_ranks(&self) -> usize {
-        self.0.plan.routes.ranks()
+        self.send_head().shape()[1]
     }
 
     /// Tokens of this rank, `T`.
     pub fn num_tokens(&self) -> usize {
-        self.0.plan.routes.tokens()
+        self.send_head().shape()[0]
     }
 
-    /// Rows that this rank received, `N`.
+    /// Rows that this rank received, `N`. On a GPU, where the host may not know it, the rows of
+    /// the outputs: `N`, or the worst case if the dispatch was made for one.
     pub fn num_recv_rows(&self) -> usize {
-        let ranks = self.num_ranks();
-        self.0.rank_prefix_matrix[(ranks - 1) * ranks + self.0.rank.0] as usize
+        match &*self.0 {
+            Data::Host(routes) => {
+                let ranks = self.num_ranks();
+                routes.rank_prefix_matrix[(ranks - 1) * ranks + routes.rank.0] as usize
+            }
+            Data::Device(parts) => parts.recv_src_idx.shape()[0],
+        }
     }
 
     /// `[R, R]` i32: element `[s, rank]` is the inclusive prefix over source ranks of rows received
     /// from `s`; other columns are 0.
     pub fn rank_prefix_matrix(&self) -> Tensor<'_> {
-        let ranks = self.num_ranks();
-        view(&self.0.rank_prefix_matrix, &[ranks, ranks])
+        match &*self.0 {
+            Data::Host(routes) => {
+                let ranks = self.num_ranks();
+                view(&routes.rank_prefix_matrix, &[ranks, ranks])
+            }
+            Data::Device(parts) => parts.rank_prefix_matrix.as_tensor(),
+        }
     }
 
     /// `[R, 1]` i32: rows sent to each rank, the channel prefix matrix with one channel.
     pub fn channel_prefix_matrix(&self) -> Tensor<'_> {
-        view(&self.0.channel_prefix, &[self.num_ranks(), 1])
+        match &*self.0 {
+            Data::Host(routes) => view(&routes.channel_prefix, &[self.num_ranks(), 1]),
+            Data::Device(parts) => parts.channel_prefix_matrix.as_tensor(),
+        }
     }
 
     /// `[R, 1]` i32: where each source's only channel begins among its rows, which is 0.
     pub fn recv_channel_prefix_matrix(&self) -> Tensor<'_> {
-        view(&self.0.recv_channel_prefix, &[self.num_ranks(), 1])
+        match &*self.0 {
+            Data::Host(routes) => view(&routes.recv_channel_prefix, &[self.num_ranks(), 1]),
+            Data::Device(parts) => parts.recv_channel_prefix_matrix.as_tensor(),
+        }
     }
 
     /// `[N]` i32 (or as many as worst-case outputs have): source token of each received row.
     pub fn recv_src_idx(&self) -> Tensor<'_> {
-        view(&self.0.src_idx, &[self.0.src_idx.len()])
+        match &*self.0 {
+            Data::Host(routes) => view(&routes.src_idx, &[routes.src_idx.len()]),
+            Data::Device(parts) => parts.recv_src_idx.as_tensor(),
+        }
     }
 
     /// `[T, R]` u8, 0 or 1.
     pub fn is_token_in_rank(&self) -> Tensor<'_> {
-        Tensor::new(
-            self.0.plan.routes.is_token_in_rank(),
-            &[self.num_tokens(), self.num_ranks()],
-        )
-        .expect("routes have a byte for each token and rank")
+        match &*self.0 {
+            Data::Host(routes) => Tensor::new(
+                routes.plan.routes.is_token_in_rank(),
+                &[self.num_tokens(), self.num_ranks()],
+            )
+            .expect("routes have a byte for each token and rank"),
+            Data::Device(parts) => parts.is_token_in_rank.as_tensor(),
+        }
     }
 
     /// `[T, R]` i32: position of the token among the rows that went to the rank, -1 where it did
     /// not go.
     pub fn send_head(&self) -> Tensor<'_> {
-        view(&self.0.plan.slots, &[self.num_tokens(), self.num_ranks()])
+        match &*self.0 {
+            Data::Host(routes) => {
+                let plan = &routes.plan;
+                view(&plan.slots, &[plan.routes.tokens(), plan.routes.ranks()])
+            }
+            Data::Device(parts) => parts.send_head.as_tensor(),
+        }
     }
 
     pub(crate) fn plan(&self) -> &Arc<SendPlan> {
-        &self.0.plan
+        &self.host().plan
     }
 
     /// Rows received from each source.
     pub(crate) fn rows_from(&self) -> Vec<usize> {
-        let (ranks, me) = (self.num_ranks(), self.0.rank.0);
+        let (ranks, me) = (self.num_ranks(), self.rank().0);
         let mut before = 0;
         (0..ranks)
             .map(|source| {
-                let sum = self.0.rank_prefix_matrix[source * ranks + me];
+                let sum = self.host().rank_prefix_matrix[source * ranks + me];
                 std::mem::replace(&mut before, sum).abs_diff(sum) as usize
             })
             .collect()
@@ -233,7 +372,7 @@ fn view<'a>(data: &'a [i32], shape: &[usize]) -> Tensor<'a> {
 impl fmt::Debug for DispatchHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DispatchHandle")
-            .field("rank", &self.0.rank)
+            .field("rank", &self.rank())
             .field("num_ranks", &self.num_ranks())
             .field("num_tokens", &self.num_tokens())
             .field("num_recv_rows", &self.num_recv_rows())
@@ -313,6 +452,52 @@ impl LowLatencyHandle {
             .as_mut_slice::<i64>()?
             .copy_from_slice(ranges);
         Ok(copy)
+    }
+
+    /// A handle from device tensors: `src_info` `[E/R, R*M]` i32 and `layout_range` `[E/R, R]` i64.
+    ///
+    /// # Errors
+    /// Shapes or types do not fit each other, a tensor is not dense, or they lie on different
+    /// devices. Contents are not looked at.
+    pub fn from_device_parts(
+        src_info: OwnedTensor,
+        layout_range: OwnedTensor,
+        max_tokens_per_rank: usize,
+        hidden: usize,
+    ) -> Result<Self> {
+        let (info, range) = (src_info.as_tensor(), layout_range.as_tensor());
+        let fits = range.dtype() == DType::I64
+            && range.shape().len() == 2
+            && info.dtype() == DType::I32
+            && range.shape()[1]
+                .checked_mul(max_tokens_per_rank)
+                .is_some_and(|rows| info.shape() == [range.shape()[0], rows])
+            && info.is_dense()
+            && range.is_dense()
+            && info.device() == range.device()
+            && info.device() != Device::Host;
+        if !fits {
+            return Err(Error::invalid(
+                "src_info",
+                format!("{info:?} with layout_range {range:?}"),
+                format!(
+                    "must be dense i32 [E/R, R*{max_tokens_per_rank}] and i64 [E/R, R] on one device"
+                ),
+            ));
+        }
+        let num_experts = range.shape()[0] * range.shape()[1];
+        Ok(Self(Arc::new(LowLatencyData {
+            src_info,
+            layout_range,
+            max_tokens_per_rank,
+            hidden,
+            num_experts,
+        })))
+    }
+
+    /// Where its tensors lie.
+    pub fn device(&self) -> Device {
+        self.0.src_info.device()
     }
 
     pub(crate) fn empty(

@@ -6,7 +6,7 @@ use crate::{
     dtype::{DType, Element},
     engine::LoanMemory,
     error::{Error, Result},
-    tensor::Tensor,
+    tensor::{Device, Shape, Tensor},
 };
 
 /// A dense tensor in this rank's symmetric memory, held until it is dropped.
@@ -45,34 +45,46 @@ impl Loan {
         self.shape.iter().product::<usize>() * self.dtype.size()
     }
 
-    /// A view of the whole loan.
+    /// Where it lies.
+    pub fn device(&self) -> Device {
+        self.memory.device()
+    }
+
+    /// A view of the whole loan, on the host or on its device.
     pub fn as_tensor(&self) -> Tensor<'_> {
-        Tensor::from_bytes(self.as_bytes(), self.dtype, &self.shape)
-            .expect("a loan is large enough and aligned to 64 bytes")
+        let shape = Shape::dense(self.dtype, &self.shape).expect("checked when it was made");
+        // SAFETY: the block is at least `len` bytes on this device, readable while it is lent.
+        unsafe { Tensor::from_raw(self.memory.as_ptr(), shape, self.memory.device()) }
     }
 
     /// The bytes, row-major.
-    pub fn as_bytes(&self) -> &[u8] {
+    ///
+    /// # Errors
+    /// It lies on a device; then [`as_tensor`](Self::as_tensor) has its address.
+    pub fn as_bytes(&self) -> Result<&[u8]> {
+        self.on_host()?;
         // SAFETY: the block is at least `len` bytes, readable, and nobody writes it while it is
         // lent: peers wrote their rows before the call that made the loan returned.
-        unsafe { std::slice::from_raw_parts(self.memory.as_ptr(), self.len()) }
+        Ok(unsafe { std::slice::from_raw_parts(self.memory.as_ptr(), self.len()) })
     }
 
     /// The elements, row-major.
     ///
     /// # Errors
-    /// `T` is not the element type.
+    /// `T` is not the element type, or it lies on a device.
     pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
         self.check::<T>()?;
-        Ok(bytemuck::cast_slice(self.as_bytes()))
+        Ok(bytemuck::cast_slice(self.as_bytes()?))
     }
 
     /// The bytes for writing. Waits until no peer reads them any more: a combine that was given
     /// this loan may still be running on another rank.
     ///
     /// # Errors
-    /// The deadline passed or a peer is gone, so it is not known that reading has ended.
+    /// It lies on a device. Or the deadline passed or a peer is gone, so it is not known that
+    /// reading has ended.
     pub fn as_bytes_mut(&mut self) -> Result<&mut [u8]> {
+        self.on_host()?;
         self.memory.wait_unread()?;
         // SAFETY: as in `as_bytes`; besides, no peer reads the block now, and a peer starts to read
         // it only in a call that borrows the loan.
@@ -86,6 +98,17 @@ impl Loan {
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
         self.check::<T>()?;
         Ok(bytemuck::cast_slice_mut(self.as_bytes_mut()?))
+    }
+
+    fn on_host(&self) -> Result<()> {
+        match self.device() {
+            Device::Host => Ok(()),
+            device => Err(Error::invalid(
+                "loan",
+                format!("on {device:?}"),
+                "must be on the host",
+            )),
+        }
     }
 
     fn check<T: Element>(&self) -> Result<()> {

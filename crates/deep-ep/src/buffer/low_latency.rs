@@ -93,8 +93,8 @@ pub struct LowLatencyDispatched {
     /// `[E/R, R*M, S]`, stored with neighbouring rows next to each other; the distance between two
     /// columns is `R*M` rounded up to 4.
     pub scales: Option<OwnedTensor>,
-    /// `[E/R]`: rows of each local expert.
-    pub recv_count: Vec<i32>,
+    /// `[E/R]` i32: rows of each local expert.
+    pub recv_count: OwnedTensor,
     /// For combine.
     pub handle: LowLatencyHandle,
 }
@@ -126,14 +126,14 @@ impl<'io> PendingLowLatencyDispatch<'io> {
         })
     }
 
-    /// Receives into the caller's memory; returns `recv_count [E/R]` and the handle.
+    /// Receives into the caller's memory; returns `recv_count` `[E/R]` i32 and the handle.
     ///
     /// # Errors
     /// As [`finish`](Self::finish); besides an output of another shape or type.
     pub fn finish_into(
         mut self,
         mut out: LowLatencyDispatchOutput<'_>,
-    ) -> Result<(Vec<i32>, LowLatencyHandle)> {
+    ) -> Result<(OwnedTensor, LowLatencyHandle)> {
         self.call.finish_into(&mut self.input, &mut out)
     }
 

@@ -23,9 +23,9 @@ pub use dispatch::{
     DispatchInput, DispatchOutput, Dispatched, Landing, PendingDispatch, ReceivedCounts, Routes,
     TopK,
 };
-pub use handle::{DispatchHandle, LowLatencyHandle};
+pub use handle::{DeviceRoutes, DispatchHandle, LowLatencyHandle};
 pub(crate) use handle::{SendPlan, pack_range};
-pub use layout::Layout;
+pub use layout::{DeviceLayout, Layout};
 pub use loan::Loan;
 pub use low_latency::{
     CombineWire, LowLatencyCombineInput, LowLatencyDispatchInput, LowLatencyDispatchOutput,
@@ -36,9 +36,12 @@ pub use statistics::{MemoryUse, Statistics};
 use crate::{
     bootstrap::Communicator,
     dtype::DType,
-    engine::{Engine, Operation, cpu::CpuEngine},
+    engine::{
+        Engine, Operation,
+        cpu::CpuEngine,
+        cuda::{Gpu, bridge::HostBridge, engine::CudaEngine},
+    },
     error::{Error, Reject, Result},
-    routing::ExpertMap,
     settings::EngineChoice,
     tensor::{Shape, Tensor},
     topology::{Rank, Topology},
@@ -53,7 +56,6 @@ pub struct Buffer {
     engine: Arc<dyn Engine>,
     communicator: Communicator,
     config: BufferConfig,
-    topology: Topology,
 }
 
 /// A call that all ranks make together, see [`Buffer::refuse`].
@@ -90,23 +92,26 @@ impl Buffer {
     pub fn new(communicator: &Communicator, config: BufferConfig) -> Result<Self> {
         let usable = config
             .check(communicator.size())
-            .and_then(|()| match config.engine {
-                EngineChoice::Auto | EngineChoice::Cpu => {
-                    Topology::single_node(communicator.size())
-                }
-                EngineChoice::Cuda => Err(Error::Unsupported {
-                    feature: "engine cuda".into(),
-                    why: "this build has only the cpu engine".into(),
-                }),
-            });
+            .and_then(|()| Topology::single_node(communicator.size()));
         // A rank that cannot begin tells the others, which would otherwise wait for it.
-        let topology = communicator.all_succeed(usable)?;
-        let engine = Arc::new(CpuEngine::new(communicator, &config)?);
+        communicator.all_succeed(usable)?;
+        let on_gpu = match config.engine {
+            EngineChoice::Auto => config.device.is_some(),
+            EngineChoice::Cpu => false,
+            EngineChoice::Cuda => true,
+        };
+        let engine: Arc<dyn Engine> = if on_gpu {
+            let engine = CudaEngine::new(communicator, &config)?;
+            let bridge =
+                Gpu::new(engine.ordinal()).and_then(|gpu| HostBridge::new(Arc::new(engine), gpu));
+            Arc::new(communicator.all_succeed(bridge)?)
+        } else {
+            Arc::new(CpuEngine::new(communicator, &config)?)
+        };
         Ok(Self {
             engine,
             communicator: communicator.clone(),
             config,
-            topology,
         })
     }
 
@@ -138,10 +143,34 @@ impl Buffer {
     /// Counts and routes of a batch: `topk_idx` `[T, K]` i64 or i32, `num_experts` is `E`. Local.
     ///
     /// # Errors
-    /// `E` is not a multiple of the ranks, or an id is `E` or above.
+    /// `E` is not a multiple of the ranks, or an id is `E` or above. On a GPU, where nobody waits
+    /// for the counting, ids out of range are found by the dispatch that is given the choices.
     pub fn dispatch_layout(&self, topk_idx: Tensor<'_>, num_experts: usize) -> Result<Layout> {
-        let map = ExpertMap::new(num_experts, self.num_ranks())?;
-        Layout::from_topk(topk_idx, &map, &self.topology)
+        self.dispatch_layout_on(topk_idx, num_experts, Stream::HOST)
+    }
+
+    /// As [`dispatch_layout`](Self::dispatch_layout), ordered on a stream.
+    ///
+    /// # Errors
+    /// As [`dispatch_layout`](Self::dispatch_layout).
+    pub fn dispatch_layout_on(
+        &self,
+        topk_idx: Tensor<'_>,
+        num_experts: usize,
+        stream: Stream,
+    ) -> Result<Layout> {
+        check::layout(&topk_idx, num_experts, self)?;
+        self.engine.layout(topk_idx, num_experts, stream)
+    }
+
+    /// What went wrong on this rank in calls for which nobody has waited, once: on a GPU a call that
+    /// does not wait for its counts returns before its work is done. Call it after the stream was
+    /// synchronised. A group that was aborted stays so.
+    ///
+    /// # Errors
+    /// The first thing that went wrong since the last call.
+    pub fn check(&self) -> Result<()> {
+        self.engine.check()
     }
 
     /// Begins to send each row to every rank that hosts one of its experts.
@@ -216,6 +245,16 @@ impl Buffer {
     pub fn loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan> {
         Shape::dense(dtype, shape)?;
         self.engine.loan(dtype, shape)
+    }
+
+    /// As [`loan`](Self::loan), where the engine works: on the GPU with the CUDA engine, whose loans
+    /// otherwise can be read and written on the host and are copied.
+    ///
+    /// # Errors
+    /// As [`loan`](Self::loan).
+    pub fn device_loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan> {
+        Shape::dense(dtype, shape)?;
+        self.engine.device_loan(dtype, shape)
     }
 
     /// A tensor `[E/R, R*M, H]` bf16 in symmetric memory for the outputs of the experts of `handle`,

@@ -1,6 +1,7 @@
 //! Counters of a buffer.
 
-/// Bytes copied and memory used by one rank since its buffer was made.
+/// Bytes copied and memory used by one rank since its buffer was made. On a GPU, where the host does
+/// not learn of every row, only memory is counted.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// Bytes of rows written by this rank's copies, counted at the copy primitive. With loans it is

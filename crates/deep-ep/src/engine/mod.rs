@@ -11,12 +11,12 @@ pub mod cuda;
 use crate::{
     buffer::{
         CombineInput, CombineOutput, DispatchHandle, DispatchInput, DispatchOutput, Dispatched,
-        Loan, LowLatencyCombineInput, LowLatencyDispatchInput, LowLatencyDispatchOutput,
-        LowLatencyHandle, ReceivedCounts, Statistics,
+        Layout, Loan, LowLatencyCombineInput, LowLatencyDispatchInput, LowLatencyDispatchOutput,
+        LowLatencyHandle, ReceivedCounts, Statistics, Stream,
     },
     dtype::DType,
     error::{Reject, Result},
-    tensor::{OwnedTensor, TensorMut},
+    tensor::{Device, OwnedTensor, Tensor, TensorMut},
     topology::Rank,
 };
 
@@ -60,6 +60,10 @@ impl Operation {
 pub(crate) trait Engine: Send + Sync {
     /// `cpu` or `cuda`.
     fn name(&self) -> &'static str;
+    /// Whether tensors on `device` can be passed.
+    fn takes(&self, device: Device) -> bool;
+    /// Counts and routes of a batch.
+    fn layout(&self, topk_idx: Tensor<'_>, num_experts: usize, stream: Stream) -> Result<Layout>;
     /// Takes part in a call only to tell the peers that this rank's arguments were not accepted.
     fn reject(&self, operation: Operation, reject: &Reject);
     /// Routes, announces counts and moves what can be moved without a peer.
@@ -80,6 +84,10 @@ pub(crate) trait Engine: Send + Sync {
     fn barrier(&self) -> Result<()>;
     /// A block of symmetric memory for the caller to fill.
     fn loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan>;
+    /// As [`loan`](Self::loan), on the device of an engine that takes host tensors besides.
+    fn device_loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan> {
+        self.loan(dtype, shape)
+    }
     /// Room for `[E/R, R*M, H]` bf16 of which only the rows in use, as `handle` says, take memory.
     fn low_latency_combine_buffer(&self, handle: &LowLatencyHandle, hidden: usize) -> Result<Loan>;
     /// Grows symmetric memory to at least this many bytes now.
@@ -88,6 +96,8 @@ pub(crate) trait Engine: Send + Sync {
     fn masks(&self) -> Vec<bool>;
     /// Masks a rank or takes it back.
     fn set_mask(&self, rank: Rank, masked: bool);
+    /// What went wrong in calls whose results nobody has waited for, once.
+    fn check(&self) -> Result<()>;
     /// Counters and memory use.
     fn statistics(&self) -> Statistics;
 }
@@ -119,7 +129,7 @@ pub(crate) trait LowLatencyDispatchCall: Send {
         &mut self,
         input: &mut LowLatencyDispatchInput<'_>,
         out: &mut LowLatencyDispatchOutput<'_>,
-    ) -> Result<(Vec<i32>, LowLatencyHandle)>;
+    ) -> Result<(OwnedTensor, LowLatencyHandle)>;
 }
 
 /// A low-latency combine in flight.
@@ -134,7 +144,12 @@ pub(crate) trait LowLatencyCombineCall: Send {
 /// The memory of a loan. Dropping it gives the block back when the last reader is done, without
 /// waiting.
 pub(crate) trait LoanMemory: Send + Sync + std::any::Any {
+    /// Its address, on its device.
     fn as_ptr(&self) -> *const u8;
+    /// Where it lies.
+    fn device(&self) -> Device {
+        Device::Host
+    }
     /// Waits until no peer reads the block.
     fn wait_unread(&self) -> Result<()>;
     fn as_any(&self) -> &dyn std::any::Any;

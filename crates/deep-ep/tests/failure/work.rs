@@ -259,7 +259,7 @@ fn low_latency(buffer: &Buffer, call: u64, step: &mut dyn FnMut(&'static str)) -
     let absent = masks();
     let x = received.x.as_tensor();
     let rows = x.as_slice::<bf16>()?;
-    for (local, &count) in received.recv_count.iter().enumerate() {
+    for (local, &count) in received.recv_count.as_slice::<i32>()?.iter().enumerate() {
         let expert = (me * EXPERTS_PER_RANK + local) as i64;
         let expected = batch.expected_rows(|source, token| {
             !absent[source] && (0..TOP_K).any(|k| choice(source, call, token, k, ranks) == expert)

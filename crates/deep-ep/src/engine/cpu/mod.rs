@@ -83,7 +83,7 @@ pub(crate) use self::low_latency::half_bytes as low_latency_half_bytes;
 
 use self::{
     announce::{Announcement, Terms, gather},
-    control::Layout,
+    control::Layout as ControlLayout,
     core::{Core, CpuLoan, Member},
     group::{Absent, Group},
     low_latency::Area,
@@ -92,8 +92,8 @@ use self::{
 use crate::{
     bootstrap::Communicator,
     buffer::{
-        BufferConfig, CombineInput, DispatchInput, Loan, LowLatencyCombineInput,
-        LowLatencyDispatchInput, LowLatencyHandle, MemoryUse, Statistics,
+        BufferConfig, CombineInput, DispatchInput, Layout, Loan, LowLatencyCombineInput,
+        LowLatencyDispatchInput, LowLatencyHandle, MemoryUse, Statistics, Stream,
     },
     dtype::DType,
     engine::{
@@ -106,8 +106,9 @@ use crate::{
         heap::{Heap, Purpose},
         region::{Backing, MAX_RESERVE, Region, Window},
     },
-    tensor::OwnedTensor,
-    topology::Rank,
+    routing::ExpertMap,
+    tensor::{Device, OwnedTensor, Tensor},
+    topology::{Rank, Topology},
 };
 
 /// The CPU engine of one rank.
@@ -121,7 +122,7 @@ impl CpuEngine {
     pub(crate) fn new(communicator: &Communicator, config: &BufferConfig) -> Result<Self> {
         communicator.check_agreement(&agreement(config))?;
         let ranks = communicator.size();
-        let layout = Layout::new(ranks);
+        let layout = ControlLayout::new(ranks);
         let area = config
             .low_latency
             .map(|low_latency| Area::new(layout.bytes(), ranks, &low_latency));
@@ -221,6 +222,20 @@ fn agreement(config: &BufferConfig) -> Vec<(&'static str, String)> {
 impl Engine for CpuEngine {
     fn name(&self) -> &'static str {
         "cpu"
+    }
+
+    fn takes(&self, device: Device) -> bool {
+        device == Device::Host
+    }
+
+    fn layout(&self, topk_idx: Tensor<'_>, num_experts: usize, _: Stream) -> Result<Layout> {
+        let ranks = self.core().group.ranks();
+        let map = ExpertMap::new(num_experts, ranks)?;
+        Layout::from_topk(topk_idx, &map, &Topology::single_node(ranks)?)
+    }
+
+    fn check(&self) -> Result<()> {
+        self.core().group.check_abort()
     }
 
     fn reject(&self, operation: Operation, reject: &Reject) {

@@ -1,12 +1,18 @@
-//! NVIDIA GPUs: what is here ([`Report`]) and how fast memory and links are ([`limit`]).
+//! NVIDIA GPUs: what is here ([`Report`]), how fast memory and links are ([`limit`]), and memory,
+//! streams and graphs for programs that have no framework ([`Gpu`]).
 //!
 //! CUDA's driver and its compiler NVRTC are loaded at run time. Without them everything here answers
 //! with an [`Error::Unsupported`](crate::Error::Unsupported) that says what is missing.
 
+pub(crate) mod bridge;
 pub(crate) mod driver;
+pub(crate) mod engine;
+mod gpu;
 pub(crate) mod jit;
 pub mod limit;
 mod report;
+pub(crate) mod symmetric;
 
 pub use driver::{checked::Version, device::ComputeCapability};
-pub use report::{Cache, Compiler, DriverFacts, Gpu, Peer, Report, Tried};
+pub use gpu::{Gpu, GpuEvent, GpuStream, Graph};
+pub use report::{Cache, Compiler, DriverFacts, GpuFacts, Peer, Report, Tried};

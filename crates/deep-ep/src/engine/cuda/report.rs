@@ -21,7 +21,7 @@ pub struct Report {
     /// The driver, or why there is none.
     pub driver: Result<DriverFacts>,
     /// The GPUs that this process sees, by their number.
-    pub gpus: Vec<Gpu>,
+    pub gpus: Vec<GpuFacts>,
     /// Every pair of different GPUs, by the numbers of the one that accesses and the one accessed.
     pub peers: Vec<Peer>,
     /// The run-time compiler.
@@ -39,9 +39,9 @@ pub struct DriverFacts {
     pub file: PathBuf,
 }
 
-/// A GPU.
+/// What is known of a GPU.
 #[derive(Debug, Clone)]
-pub struct Gpu {
+pub struct GpuFacts {
     /// As the driver calls it.
     pub name: String,
     /// Its address on the PCI bus, as `0000:1A:00.0`.
@@ -138,7 +138,7 @@ impl Report {
     }
 }
 
-fn gpus() -> Result<(Vec<Gpu>, Vec<Peer>)> {
+fn gpus() -> Result<(Vec<GpuFacts>, Vec<Peer>)> {
     let devices = Device::all()?;
     let gpus = devices.iter().map(gpu).collect::<Result<_>>()?;
     let mut peers = Vec::new();
@@ -155,8 +155,8 @@ fn gpus() -> Result<(Vec<Gpu>, Vec<Peer>)> {
     Ok((gpus, peers))
 }
 
-fn gpu(device: &Device) -> Result<Gpu> {
-    Ok(Gpu {
+fn gpu(device: &Device) -> Result<GpuFacts> {
+    Ok(GpuFacts {
         name: device.name()?,
         pci_address: device.pci_address()?,
         compute_capability: device.compute_capability()?,

@@ -1,6 +1,6 @@
-//! Abstract Unix sockets that carry one greeting and one file.
+//! Abstract Unix sockets that carry records and files: first of all one greeting each way.
 //!
-//! The sockets keep records apart (`SOCK_SEQPACKET`): a greeting arrives whole or not at all, so
+//! The sockets keep records apart (`SOCK_SEQPACKET`): a record arrives whole or not at all, so
 //! there is nothing to reassemble. None of the calls here blocks.
 
 use std::{
@@ -130,7 +130,16 @@ pub(super) fn send(
     greeting: &Greeting,
     file: Option<BorrowedFd<'_>>,
 ) -> Result<()> {
-    let bytes = greeting.encode();
+    send_record(socket, &greeting.encode(), file)
+}
+
+/// Sends one record of at least a byte, with a file if there is one to give. `Err(AGAIN)`: there is
+/// no room now; `Err(PIPE)` or `Err(CONNRESET)`: the other end is closed.
+pub(crate) fn send_record(
+    socket: &OwnedFd,
+    bytes: &[u8],
+    file: Option<BorrowedFd<'_>>,
+) -> Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let files: Vec<_> = file.into_iter().collect();
@@ -138,7 +147,7 @@ pub(super) fn send(
         return Err(Errno::NOBUFS);
     }
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    let sent = sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, flags)?;
+    let sent = sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags)?;
     if sent == bytes.len() {
         Ok(())
     } else {
@@ -161,16 +170,43 @@ pub(super) enum Received {
 
 /// Takes the next record, if there is one. Files that come with garbage are closed.
 pub(super) fn receive(socket: &OwnedFd) -> Received {
-    // One byte more than a greeting, so that a longer record is not taken for one.
-    let mut bytes = [0; GREETING_BYTES + 1];
+    match receive_record::<GREETING_BYTES>(socket) {
+        Record::Nothing => Received::Nothing,
+        Record::Closed => Received::Closed,
+        Record::Whole(bytes, files) => match Greeting::decode(&bytes) {
+            Some(greeting) => Received::Greeting(greeting, files),
+            None => Received::Garbage,
+        },
+        Record::Other => Received::Garbage,
+    }
+}
+
+/// What [`receive_record`] found.
+#[derive(Debug)]
+pub(crate) enum Record<const N: usize> {
+    /// Nothing yet.
+    Nothing,
+    /// The other end closed the connection, or reset it.
+    Closed,
+    /// A record of another length, or cut off. Its files are closed.
+    Other,
+    /// A record of this length and the files that came with it (at most [`FILES`]).
+    Whole([u8; N], Vec<OwnedFd>),
+}
+
+/// Takes the next record, of which `N` bytes are expected, if there is one.
+pub(crate) fn receive_record<const N: usize>(socket: &OwnedFd) -> Record<N> {
+    // One byte more than expected, so that a longer record is not taken for one.
+    let mut bytes = [0; N];
+    let mut more = [0; 1];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-    let mut slices = [IoSliceMut::new(&mut bytes)];
+    let mut slices = [IoSliceMut::new(&mut bytes), IoSliceMut::new(&mut more)];
     let message = match recvmsg(socket.as_fd(), &mut slices, &mut control, flags) {
         Ok(message) => message,
-        Err(Errno::AGAIN | Errno::INTR) => return Received::Nothing,
-        Err(_) => return Received::Closed,
+        Err(Errno::AGAIN | Errno::INTR) => return Record::Nothing,
+        Err(_) => return Record::Closed,
     };
     let mut files = Vec::new();
     for part in control.drain() {
@@ -178,12 +214,9 @@ pub(super) fn receive(socket: &OwnedFd) -> Received {
             files.extend(some);
         }
     }
-    if message.bytes == 0 {
-        return Received::Closed;
-    }
-    let whole = !message.flags.contains(ReturnFlags::TRUNC);
-    match Greeting::decode(&bytes[..message.bytes.min(bytes.len())]) {
-        Some(greeting) if whole => Received::Greeting(greeting, files),
-        _ => Received::Garbage,
+    match message.bytes {
+        0 => Record::Closed,
+        n if n == N && !message.flags.contains(ReturnFlags::TRUNC) => Record::Whole(bytes, files),
+        _ => Record::Other,
     }
 }

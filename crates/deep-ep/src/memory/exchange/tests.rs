@@ -2,7 +2,7 @@ use std::{
     cell::RefCell,
     io::{BufRead, BufReader, Write},
     os::{
-        fd::AsFd,
+        fd::{AsFd, OwnedFd},
         linux::net::SocketAddrExt,
         unix::{
             net::{SocketAddr, UnixStream},
@@ -12,9 +12,17 @@ use std::{
     process::{Command, Stdio},
     sync::{Barrier, Mutex},
     thread,
+    time::Instant,
 };
 
-use super::*;
+use rustix::io::Errno;
+
+use super::{
+    card::Card,
+    meeting::{RETRY, STRANGERS},
+    socket::{Greeting, Kind, Received},
+    *,
+};
 use crate::memory::region::Backing;
 
 /// An all_gather between threads.

@@ -211,6 +211,20 @@ impl Heap {
         self.insert_free(block.offset, block.len);
     }
 
+    /// Gives the end of a block back, all but `len` bytes or a little more.
+    pub(crate) fn shrink(&mut self, block: &mut Block, len: u64) {
+        let align = if block.len >= PAGE { PAGE } else { LINE };
+        let keep = len.max(1).next_multiple_of(align);
+        if keep >= block.len {
+            return;
+        }
+        let rest = block.len - keep;
+        block.len = keep;
+        self.total.in_use -= rest;
+        self.by_purpose[block.purpose as usize].in_use -= rest;
+        self.insert_free(block.offset + keep, rest);
+    }
+
     /// Gives a block back that peers may read until they have consumed call `call`.
     pub(crate) fn free_after(&mut self, block: Block, call: u64) {
         for usage in [

@@ -211,3 +211,24 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_shrunk_block_gives_its_end_back() {
+    let mut heap = Heap::new(0, 16 * PAGE, 16 * PAGE);
+    let mut none = |_| -> Result<u64> { panic!("there is room") };
+    let mut block = heap
+        .alloc(10 * PAGE, Purpose::DispatchLoan, &mut none)
+        .unwrap();
+    heap.shrink(&mut block, 3 * PAGE + 1);
+    assert_eq!(block.len(), 4 * PAGE);
+    assert_eq!(heap.stats().total.in_use, 4 * PAGE);
+    heap.shrink(&mut block, 9 * PAGE);
+    assert_eq!(block.len(), 4 * PAGE);
+    let rest = heap
+        .alloc(12 * PAGE, Purpose::DispatchLoan, &mut none)
+        .unwrap();
+    assert_eq!(rest.offset(), block.end());
+    heap.free(block);
+    heap.free(rest);
+    assert_eq!(heap.stats().total.in_use, 0);
+}

@@ -37,7 +37,7 @@ pub(super) fn check(
     let output_rows = input.num_worst_tokens.unwrap_or(rows);
     assert_eq!(
         (counts.rows, counts.output_rows),
-        (rows, output_rows),
+        (Some(rows), output_rows),
         "rows of rank {rank}"
     );
     let prefix = counts.rows_from.iter().scan(0, |sum, n| {

@@ -87,7 +87,7 @@ impl Received {
             topk_weights: None,
             scales: None,
             counts: ReceivedCounts {
-                rows: 0,
+                rows: Some(0),
                 output_rows: 0,
                 rows_from: vec![],
                 tokens_per_expert: vec![],

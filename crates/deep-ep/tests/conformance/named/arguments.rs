@@ -17,7 +17,11 @@ pub(crate) fn device_memory(communicator: &Communicator, _: &Params) {
         let on_device = |argument: &str, tensor: Tensor<'static>| {
             let there = communicator.rank() == Rank(1) && argument == name;
             let shape = Shape::dense(tensor.dtype(), tensor.shape()).expect("a shape");
-            let device = if there { Device::Cuda(0) } else { Device::Host };
+            let device = if there {
+                Device::Cuda(1000)
+            } else {
+                Device::Host
+            };
             // SAFETY: the memory is leaked below, and on the host nothing else is done with it.
             unsafe { Tensor::from_raw(tensor.as_ptr(), shape, device) }
         };
@@ -40,7 +44,7 @@ pub(crate) fn device_memory(communicator: &Communicator, _: &Params) {
             rejected_by_peer(error).1
         };
         assert_eq!(&*reject.argument, name);
-        assert!(reject.value.contains("Cuda(0)"), "{reject}");
+        assert!(reject.value.contains("Cuda(1000)"), "{reject}");
         still_works(&buffer);
     }
 }

@@ -71,7 +71,7 @@ fn high_throughput(buffer: &Buffer, world: &World, landing: Landing) -> Vec<u16>
         expert(buffer.rank().0 * 4 + *first as usize, row)
     });
     let rows: Vec<bf16> = rows.collect();
-    let rows = Tensor::new(&rows, &[received.counts.rows, HIDDEN]).unwrap();
+    let rows = Tensor::new(&rows, &[received.counts.output_rows, HIDDEN]).unwrap();
     let done = buffer
         .combine(CombineInput::new(rows, &received.handle))
         .unwrap()
@@ -91,8 +91,9 @@ fn low_latency(buffer: &Buffer, world: &World, format: RowFormat, wire: CombineW
         .unwrap();
     let [local, rows] = [world.plan.experts, buffer.num_ranks() * max];
     let mut y = vec![bf16::ZERO; local * rows * HIDDEN];
-    for e in 0..local {
-        for i in 0..received.recv_count[e] as usize {
+    let counts = received.recv_count.as_slice::<i32>().unwrap();
+    for (e, &count) in counts.iter().enumerate() {
+        for i in 0..count as usize {
             let at = (e * rows + i) * HIDDEN;
             // Of fp8 rows the codes, as numbers.
             let row: Vec<bf16> = match format {

@@ -1,15 +1,15 @@
 //! Several buffers, and several jobs, at the same time.
 
 use deep_ep::{
-    Buffer, CombineInput, Communicator, DispatchInput, Landing, LowLatencyDispatchInput, Routes,
-    Tensor,
+    Buffer, BufferConfig, CombineInput, Communicator, DispatchInput, Landing,
+    LowLatencyDispatchInput, Routes, Tensor,
 };
 use half::bf16;
 
 use super::{buffer, buffer_for};
 use crate::{
     high_throughput::{self, Calls},
-    launch::{Job, Launch, Params, run, run_both},
+    launch::{Job, Launch, Params, config, run, run_both},
     low_latency,
     world::{World, WorldPlan},
 };
@@ -52,7 +52,15 @@ fn order(rank: usize, opposite: bool) -> [usize; 2] {
 pub(crate) fn two_buffers(communicator: &Communicator, params: &Params) {
     let ranks = communicator.size();
     let worlds = worlds(ranks);
-    let buffers = [buffer(communicator), buffer(communicator)];
+    // Calls that are in flight at once share what ranks that share a GPU have of it.
+    let small = || {
+        let config = BufferConfig {
+            num_sms: 6,
+            ..config()
+        };
+        Buffer::new(communicator, config).expect("a buffer")
+    };
+    let buffers = [small(), small()];
     let me = communicator.rank().0;
     // Loans are pushed when they are finished, so all ranks finish them in the same order.
     let pushed = params.get("loan") == Some(1);
@@ -82,7 +90,9 @@ pub(crate) fn two_buffers(communicator: &Communicator, params: &Params) {
         }
         combine_both(
             &buffers,
-            &received.each_ref().map(|r| (&r.handle, r.counts.rows)),
+            &received
+                .each_ref()
+                .map(|r| (&r.handle, r.counts.output_rows)),
         );
     }
     for (buffer, world) in buffers.iter().zip(&worlds) {

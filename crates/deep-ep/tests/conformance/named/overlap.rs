@@ -61,8 +61,8 @@ fn dispatch_and_combine(
     let pending = one_before_the_others(communicator, first, || buffer.dispatch(input).unwrap());
     let received = high_throughput::finish(pending).unwrap();
     high_throughput::check_from_choices(world, communicator.rank(), &received);
-    let ones = vec![bf16::ONE; received.counts.rows * 16];
-    let ones = Tensor::new(&ones, &[received.counts.rows, 16]).unwrap();
+    let ones = vec![bf16::ONE; received.counts.output_rows * 16];
+    let ones = Tensor::new(&ones, &[received.counts.output_rows, 16]).unwrap();
     let input = CombineInput::new(ones, &received.handle);
     let pending = one_before_the_others(communicator, first, || buffer.combine(input).unwrap());
     pending.finish().unwrap();

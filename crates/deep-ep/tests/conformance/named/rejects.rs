@@ -113,7 +113,7 @@ pub(crate) fn one_row_more(communicator: &Communicator, _: &Params) {
     let buffer = buffer(communicator);
     let rows = high_throughput::dispatch(&buffer, &world, &Default::default())
         .counts
-        .rows;
+        .output_rows;
     assert!(rows > 0, "this case needs rows on every rank");
     for to_blame in (0..communicator.size()).map(Rank) {
         let data = &world.ranks[me.0];

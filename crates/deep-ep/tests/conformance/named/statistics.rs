@@ -10,6 +10,8 @@ use crate::{
 };
 
 /// With loans a row is copied once for each (token, rank), by its source, and combine copies none.
+/// What is copied depends on how an engine moves rows, and on a GPU the host does not know it: this
+/// is about the CPU engine.
 pub(crate) fn rows_copied(communicator: &Communicator, _: &Params) {
     let plan = WorldPlan {
         tokens: 40,
@@ -20,6 +22,9 @@ pub(crate) fn rows_copied(communicator: &Communicator, _: &Params) {
     };
     let world = World::new(&plan, communicator.size());
     let buffer = buffer(communicator);
+    if buffer.engine() != "cpu" {
+        return;
+    }
     let row_bytes = (plan.hidden * 2) as u64;
     let copied = || buffer.statistics().row_bytes_copied;
     for _ in 0..3 {
@@ -57,7 +62,7 @@ pub(crate) fn rows_copied(communicator: &Communicator, _: &Params) {
             .as_slice::<u8>()
             .expect("dense")
             .chunks_exact(communicator.size());
-        let staged = goes.filter(leaves).count() + received.counts.rows;
+        let staged = goes.filter(leaves).count() + received.counts.output_rows;
         assert_eq!(
             copied() - before,
             staged as u64 * row_bytes,

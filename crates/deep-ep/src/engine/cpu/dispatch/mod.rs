@@ -95,15 +95,15 @@ fn prepare(
         }
         InputRoutes::Layout { layout, topk } => {
             if let Some(topk) = topk {
-                check_ids(&topk.idx, layout.tokens_per_expert.len())?;
+                check_ids(&topk.idx, layout.host().tokens_per_expert.len())?;
             }
-            SendPlan::new(layout.routes.clone())
+            SendPlan::new(layout.host().routes.clone())
         }
         InputRoutes::Handle(handle) => handle.plan().clone(),
     };
     let tokens_per_expert = match &input.routes {
         InputRoutes::TopK { .. } => plan.routes.tokens_per_expert(),
-        InputRoutes::Layout { layout, .. } => &layout.tokens_per_expert,
+        InputRoutes::Layout { layout, .. } => &layout.host().tokens_per_expert,
         InputRoutes::Handle(_) => &[],
     };
     let mut own = Announcement {
@@ -232,7 +232,7 @@ impl InFlight {
         let rows = rows_from.iter().sum();
         let output_rows = input.num_worst_tokens.unwrap_or(rows);
         Ok(ReceivedCounts {
-            rows,
+            rows: Some(rows),
             output_rows,
             rows_from,
             tokens_per_expert,

@@ -332,7 +332,7 @@ impl InFlight {
         &self,
         input: &mut LowLatencyDispatchInput<'_>,
         out: &mut LowLatencyDispatchOutput<'_>,
-    ) -> Result<(Vec<i32>, LowLatencyHandle)> {
+    ) -> Result<(OwnedTensor, LowLatencyHandle)> {
         let core = &self.member.core;
         let stats = input.wait_stats.as_mut();
         let announced = gather(&core.group, self.call, &self.own, core.absent, stats)?;
@@ -350,7 +350,9 @@ impl InFlight {
                 *sum = sum.wrapping_add(count);
             }
         }
-        Ok((recv_count, handle))
+        let mut counts = OwnedTensor::zeros(DType::I32, &[recv_count.len()])?;
+        counts.as_mut_slice()?.copy_from_slice(&recv_count);
+        Ok((counts, handle))
     }
 
     fn copy_out(
@@ -478,7 +480,7 @@ impl LowLatencyDispatchCall for InFlight {
         &mut self,
         input: &mut LowLatencyDispatchInput<'_>,
         out: &mut LowLatencyDispatchOutput<'_>,
-    ) -> Result<(Vec<i32>, LowLatencyHandle)> {
+    ) -> Result<(OwnedTensor, LowLatencyHandle)> {
         let core = self.member.core.clone();
         let turn = core.resume(OPERATION, self.call)?;
         let (x, scales) = self.wire(input).output();

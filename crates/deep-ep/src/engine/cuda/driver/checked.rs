@@ -56,6 +56,17 @@ macro_rules! call {
 }
 pub(crate) use call;
 
+/// As [`call`], of a function that the driver may lack: then [`Error::Unsupported`].
+macro_rules! call_optional {
+    ($driver:expr, $function:ident($($arg:expr),* $(,)?)) => {
+        match $driver.api.$function {
+            Some(function) => $driver.check(stringify!($function), function($($arg),*)),
+            None => Err($driver.lacks(stringify!($function))),
+        }
+    };
+}
+pub(crate) use call_optional;
+
 impl Driver {
     /// The driver of this process.
     ///
@@ -129,6 +140,14 @@ impl Driver {
             name: self.text(self.api.cuGetErrorName, code),
             message: self.text(self.api.cuGetErrorString, code),
         })
+    }
+
+    /// The error for an optional function that is not there.
+    pub(crate) fn lacks(&self, function: &'static str) -> Error {
+        missing(format!(
+            "the NVIDIA driver (CUDA {}) has no {function}",
+            self.version
+        ))
     }
 
     fn text(

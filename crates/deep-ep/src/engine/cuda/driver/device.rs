@@ -6,8 +6,8 @@ use std::{
 };
 
 use super::{
-    checked::{Driver, call},
-    sys::{CUdevice, CUdevice_P2PAttribute as P2p, CUdevice_attribute as Attribute},
+    checked::{Driver, call, call_optional},
+    sys::{CUdevice, CUdevice_P2PAttribute as P2p, CUdevice_attribute as Attribute, CUuuid},
 };
 use crate::error::Result;
 
@@ -67,6 +67,16 @@ impl Device {
             // SAFETY: as in `name`.
             unsafe { call!(self.driver, cuDeviceGetPCIBusId(text, length, self.raw)) }
         })
+    }
+
+    /// What tells it from every other GPU, also in other processes.
+    pub(crate) fn uuid(&self) -> Result<[u8; 16]> {
+        // SAFETY: the pointer is valid for the call, and zeros are a UUID.
+        let uuid: CUuuid = unsafe {
+            self.driver
+                .out(|uuid| call_optional!(self.driver, cuDeviceGetUuid_v2(uuid, self.raw)))?
+        };
+        Ok(uuid.bytes.map(|byte| byte as u8))
     }
 
     fn string(&self, get: impl FnOnce(*mut c_char, c_int) -> Result<()>) -> Result<String> {

@@ -1,6 +1,10 @@
 //! Device memory, and pinned host memory that kernels read and write.
 
-use std::{ffi::c_void, ptr::NonNull, sync::Arc};
+use std::{
+    ffi::c_void,
+    ptr::NonNull,
+    sync::{Arc, atomic::AtomicU64},
+};
 
 use bytemuck::Pod;
 
@@ -190,9 +194,85 @@ impl<T: Pod> Pinned<T> {
     pub(crate) fn address(&self) -> u64 {
         self.device
     }
+
+    /// Its address for the host. Kernels may be writing there.
+    pub(crate) fn as_ptr(&self) -> *mut T {
+        self.host.as_ptr()
+    }
 }
 
 impl<T: Pod> Drop for Pinned<T> {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: it is ours and not used again.
+            unsafe {
+                let _ = call!(
+                    self.context.device.driver,
+                    cuMemFreeHost(self.host.as_ptr().cast())
+                );
+            }
+        }
+    }
+}
+
+/// Words in pinned host memory that kernels of every GPU and several threads read and write, each
+/// on its own.
+#[derive(Debug)]
+pub(crate) struct PinnedWords {
+    context: Arc<Context>,
+    host: NonNull<AtomicU64>,
+    device: CUdeviceptr,
+    len: usize,
+}
+
+// SAFETY: it owns its memory, which is not tied to a thread and is only accessed as atomic words.
+unsafe impl Send for PinnedWords {}
+// SAFETY: as above.
+unsafe impl Sync for PinnedWords {}
+
+impl PinnedWords {
+    /// `len` words, at least one, of 0.
+    pub(crate) fn new(context: &Arc<Context>, len: usize) -> Result<Self> {
+        let driver = context.device.driver;
+        let bytes = len.max(1) * 8;
+        let _entered = context.enter()?;
+        // SAFETY: the pointers are valid for the calls, and a context is current.
+        let raw: *mut c_void = unsafe {
+            driver.out(|raw| call!(driver, cuMemHostAlloc(raw, bytes, PORTABLE_AND_MAPPED)))?
+        };
+        let host = NonNull::new(raw.cast::<AtomicU64>()).ok_or_else(|| Error::OutOfMemory {
+            purpose: "pinned host memory".into(),
+            requested: bytes as u64,
+            limit: 0,
+        })?;
+        // SAFETY: the memory was just allocated, `bytes` long, and nobody else has it.
+        unsafe { host.as_ptr().cast::<u8>().write_bytes(0, bytes) };
+        let mut this = Self {
+            context: Arc::clone(context),
+            host,
+            device: 0,
+            len: len.max(1),
+        };
+        // SAFETY: as above; the memory was allocated as mapped.
+        this.device = unsafe {
+            driver.out(|device| call!(driver, cuMemHostGetDevicePointer_v2(device, raw, 0)))?
+        };
+        Ok(this)
+    }
+
+    /// The words.
+    pub(crate) fn words(&self) -> &[AtomicU64] {
+        // SAFETY: the memory is ours, aligned to a page, initialised, and as long as said.
+        unsafe { std::slice::from_raw_parts(self.host.as_ptr(), self.len) }
+    }
+
+    /// Their address for kernels.
+    pub(crate) fn address(&self) -> u64 {
+        self.device
+    }
+}
+
+impl Drop for PinnedWords {
     fn drop(&mut self) {
         if let Ok(_entered) = self.context.enter() {
             // SAFETY: it is ours and not used again.

@@ -15,5 +15,8 @@ pub(crate) mod library;
 pub(crate) mod memory;
 pub(crate) mod module;
 pub(crate) mod nvrtc;
+pub(crate) mod ordered;
+pub(crate) mod staging;
 pub(crate) mod stream;
 pub(crate) mod sys;
+pub(crate) mod vmm;

@@ -3,8 +3,20 @@
 use crate::engine::cuda::driver::nvrtc::Program;
 
 /// Texts that programs may include.
-const HEADERS: [(&str, &str); 2] = [
+const HEADERS: [(&str, &str); 8] = [
     ("ptx.cuh", include_str!("../kernels/ptx.cuh")),
+    ("group.cuh", include_str!("../kernels/group.cuh")),
+    ("announce.cuh", include_str!("../kernels/announce.cuh")),
+    ("rows.cuh", include_str!("../kernels/rows.cuh")),
+    ("sum.cuh", include_str!("../kernels/sum.cuh")),
+    (
+        "dispatch_params.cuh",
+        include_str!("../kernels/dispatch_params.cuh"),
+    ),
+    (
+        "combine_params.cuh",
+        include_str!("../kernels/combine_params.cuh"),
+    ),
     (
         "limit_params.cuh",
         include_str!("../kernels/limit_params.cuh"),
@@ -16,6 +28,32 @@ const HEADERS: [(&str, &str); 2] = [
 pub(crate) enum Key {
     /// The kernels of `bench --limit`.
     Limit(LimitKey),
+    /// High-throughput dispatch.
+    Dispatch(DispatchKey),
+    /// High-throughput combine.
+    Combine(CombineKey),
+}
+
+/// Constants of `dispatch.cu`; 0: known only at run time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) struct DispatchKey {
+    /// Ranks of the group.
+    pub(crate) ranks: u32,
+    /// Choices of a token.
+    pub(crate) top_k: u32,
+    /// Bytes of a row.
+    pub(crate) row_bytes: u32,
+}
+
+/// Constants of `combine.cu`; 0 of all but the element type: known only at run time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) struct CombineKey {
+    /// Element type: 0 bf16, 1 f16, 2 f32.
+    pub(crate) dtype: u32,
+    /// Ranks of the group.
+    pub(crate) ranks: u32,
+    /// Bytes of a row.
+    pub(crate) row_bytes: u32,
 }
 
 /// Constants of `limit.cu`.
@@ -58,6 +96,16 @@ impl Key {
                 source: include_str!("../kernels/limit.cu"),
                 headers: &HEADERS,
             },
+            Self::Dispatch(_) => Program {
+                name: "dispatch.cu",
+                source: include_str!("../kernels/dispatch.cu"),
+                headers: &HEADERS,
+            },
+            Self::Combine(_) => Program {
+                name: "combine.cu",
+                source: include_str!("../kernels/combine.cu"),
+                headers: &HEADERS,
+            },
         }
     }
 
@@ -71,12 +119,22 @@ impl Key {
                 ("LAG", key.lag.into()),
                 ("UNROLL", key.unroll.into()),
             ],
+            Self::Dispatch(key) => vec![
+                ("RANKS", key.ranks.into()),
+                ("TOP_K", key.top_k.into()),
+                ("ROW_BYTES", key.row_bytes.into()),
+            ],
+            Self::Combine(key) => vec![
+                ("DTYPE", key.dtype.into()),
+                ("RANKS", key.ranks.into()),
+                ("ROW_BYTES", key.row_bytes.into()),
+            ],
         }
     }
 
     pub(crate) fn contraction(&self) -> Contraction {
         match self {
-            Self::Limit(_) => Contraction::Explicit,
+            Self::Limit(_) | Self::Dispatch(_) | Self::Combine(_) => Contraction::Explicit,
         }
     }
 }

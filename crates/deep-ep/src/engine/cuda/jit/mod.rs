@@ -23,7 +23,7 @@ use std::{
 use sha2::{Digest, Sha256};
 
 pub(crate) use disk::Disk;
-pub(crate) use key::{Contraction, Key, LimitKey};
+pub(crate) use key::{CombineKey, Contraction, DispatchKey, Key, LimitKey};
 pub(crate) use target::Target;
 
 use super::driver::{

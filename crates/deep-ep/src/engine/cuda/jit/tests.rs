@@ -10,9 +10,42 @@ use crate::engine::cuda::{
     limit,
 };
 
-/// Every key that is ever compiled, or one of each kind where there are too many.
+/// A key of each kind with every combination of sizes that CI looks at, and the ones without
+/// constants.
 fn keys() -> Vec<Key> {
-    vec![Key::Limit(limit::KEY)]
+    let mut keys = vec![
+        Key::Limit(limit::KEY),
+        Key::Dispatch(DispatchKey::default()),
+    ];
+    keys.extend((0..3).map(|dtype| {
+        Key::Combine(CombineKey {
+            dtype,
+            ..CombineKey::default()
+        })
+    }));
+    for (hidden, ranks) in pairs([2048, 7168], [1, 2, 8]) {
+        keys.push(Key::Combine(CombineKey {
+            dtype: 0,
+            ranks,
+            row_bytes: 2 * hidden,
+        }));
+        // Rows of bf16, and of fp8 whatever their scales.
+        for (top_k, bytes) in pairs([1, 8, 32], [2, 1]) {
+            keys.push(Key::Dispatch(DispatchKey {
+                ranks,
+                top_k,
+                row_bytes: bytes * hidden,
+            }));
+        }
+    }
+    keys
+}
+
+/// All pairs.
+fn pairs<const N: usize, const M: usize>(a: [u32; N], b: [u32; M]) -> Vec<(u32, u32)> {
+    a.into_iter()
+        .flat_map(|a| b.into_iter().map(move |b| (a, b)))
+        .collect()
 }
 
 fn nvrtc() -> Option<Nvrtc> {
@@ -70,15 +103,21 @@ fn usages(log: &str) -> Vec<Usage> {
     usages
 }
 
+/// The kernels of a program, in alphabetical order.
+fn expected(key: Key, major: u32) -> &'static [&'static str] {
+    match key {
+        Key::Limit(_) if major < 9 => &["round_trip", "store_copy"],
+        Key::Limit(_) => &["bulk_copy", "round_trip", "store_copy"],
+        Key::Dispatch(_) => &["dispatch", "dispatch_layout"],
+        Key::Combine(_) => &["combine"],
+    }
+}
+
 #[test]
 fn kernels_compile_without_spills_for_every_architecture() {
     let Some(nvrtc) = nvrtc() else { return };
     println!("NVRTC {} in {}", nvrtc.version, nvrtc.file.display());
-    for (major, minor, expected) in [
-        (8, 0, &["round_trip", "store_copy"][..]),
-        (9, 0, &["bulk_copy", "round_trip", "store_copy"]),
-        (10, 0, &["bulk_copy", "round_trip", "store_copy"]),
-    ] {
+    for (major, minor) in [(8, 0), (9, 0), (10, 0)] {
         let target = Target::with(capability(major, minor), &nvrtc).unwrap();
         assert_eq!(target.image(), Image::Cubin);
         for key in keys() {
@@ -93,14 +132,14 @@ fn kernels_compile_without_spills_for_every_architecture() {
             usages.sort_by(|a, b| a.kernel.cmp(&b.kernel));
             for usage in &usages {
                 println!(
-                    "{:8} {:12} {:3} registers, {} bytes stack, {} bytes spilled",
+                    "{:8} {:16} {:3} registers, {} bytes stack, {} bytes spilled, {key:?}",
                     target.architecture, usage.kernel, usage.registers, usage.stack, usage.spilled
                 );
                 assert!(usage.registers > 0, "{log}");
                 assert_eq!((usage.stack, usage.spilled), (0, 0), "{usage:?}");
             }
             let kernels: Vec<_> = usages.iter().map(|usage| &usage.kernel).collect();
-            assert_eq!(kernels, expected, "{log}");
+            assert_eq!(kernels, expected(key, major), "{log}");
         }
     }
 }
@@ -122,7 +161,8 @@ fn parameters_are_laid_out_as_in_cuda() {
     let target = Target::with(capability(9, 0), &nvrtc).unwrap();
     let key = Key::Limit(limit::KEY);
     let compile = |assertions: &str| {
-        let source = format!("#include \"limit_params.cuh\"\n{assertions}");
+        let source =
+            format!("#include \"limit_params.cuh\"\n#include \"combine_params.cuh\"\n{assertions}");
         let program = Program {
             source: &source,
             ..key.program()
@@ -130,6 +170,7 @@ fn parameters_are_laid_out_as_in_cuda() {
         nvrtc.compile(program, &options(&target, key), Image::Cubin)
     };
     compile(&limit::params::assertions()).unwrap();
+    compile(&crate::engine::cuda::engine::params::assertions()).unwrap();
     // The check itself: a wrong size is found.
     let error = compile("static_assert(sizeof(CopyParams) == 25);").unwrap_err();
     assert!(

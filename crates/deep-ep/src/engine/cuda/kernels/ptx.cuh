@@ -1,8 +1,12 @@
 // Instructions that CUDA C++ has no word for, each once and named after itself.
 #pragma once
 
+typedef unsigned char u8;
+typedef unsigned short u16;
 typedef unsigned int u32;
+typedef int i32;
 typedef unsigned long long u64;
+typedef long long i64;
 
 // Nanoseconds, the same on all SMs of a GPU. It advances in steps of up to a microsecond.
 __device__ __forceinline__ u64 globaltimer() {
@@ -20,6 +24,108 @@ __device__ __forceinline__ void st_release_sys(u32* address, u32 value) {
 __device__ __forceinline__ u32 ld_acquire_sys(const u32* address) {
     u32 value;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u64 ld_acquire_sys(const u64* address) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
+// Two neighbouring words, each whole on its own.
+__device__ __forceinline__ void ld_acquire_sys(const u64* address, u64& first, u64& second) {
+    asm volatile("ld.acquire.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(address) : "memory");
+}
+
+// A word that another GPU or the host may write, on its own: nothing is ordered by it.
+__device__ __forceinline__ u64 ld_relaxed_sys(const u64* address) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u32 ld_relaxed_sys(const u32* address) {
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+// A word that another GPU or the host reads, on its own: it arrives whole and orders nothing.
+__device__ __forceinline__ void st_relaxed_sys(u64* address, u64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_relaxed_sys(u32* address, u32 value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// What this thread wrote, and what it has seen others write, comes before what it writes now, for
+// every GPU and the host; what it read so far was read before what it reads now.
+__device__ __forceinline__ void fence_acq_rel_sys() {
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
+// The same for the threads of this GPU.
+__device__ __forceinline__ void fence_acq_rel_gpu() {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 ld_acquire_gpu(const u32* address) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+// Adds to a word in shared memory; what this thread wrote comes before, for its block.
+__device__ __forceinline__ void red_release_shared(u32* address, u32 value) {
+    const u32 shared = static_cast<u32>(__cvta_generic_to_shared(address));
+    asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ u32 ld_acquire_shared(const u32* address) {
+    u32 value;
+    const u32 shared = static_cast<u32>(__cvta_generic_to_shared(address));
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(shared) : "memory");
+    return value;
+}
+
+// 16 bytes that nobody writes while the kernel runs and that are read once.
+__device__ __forceinline__ uint4 ld_input(const uint4* address) {
+    uint4 value;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address));
+    return value;
+}
+
+// 16 bytes that another SM or GPU wrote before a flag that was acquired; read once.
+__device__ __forceinline__ uint4 ld_landed(const uint4* address) {
+    uint4 value;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address)
+                 : "memory");
+    return value;
+}
+
+// Two floats rounded to bf16, the first in the low half: nearest, ties to even; NaN becomes 0x7fff.
+__device__ __forceinline__ u32 cvt_bf16x2(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// The same for f16.
+__device__ __forceinline__ u32 cvt_f16x2(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+__device__ __forceinline__ float cvt_f16(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
 }
 

@@ -51,10 +51,9 @@ pub(super) struct Gpu {
 }
 
 impl Gpu {
-    pub(super) fn new(device: Device, jit: &Jit, key: Key) -> Result<Self> {
-        let Key::Limit(constants) = key;
+    pub(super) fn new(device: Device, jit: &Jit, constants: LimitKey) -> Result<Self> {
         let context = Context::new(device)?;
-        let module = jit.module(&context, key)?;
+        let module = jit.module(&context, Key::Limit(constants))?;
         let shared = constants.shared_bytes();
         let whole_sm = device.shared_memory()?;
         let bulk = device.compute_capability()?.major >= 9 && whole_sm >= shared;

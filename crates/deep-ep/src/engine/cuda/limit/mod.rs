@@ -17,7 +17,7 @@ use gpu::{BYTES, Gpu, Run, TIMED};
 
 use super::{
     driver::{checked::Driver, device::Device},
-    jit::{Jit, Key, LimitKey},
+    jit::{Jit, LimitKey},
 };
 use crate::{
     error::{Error, Result},
@@ -141,7 +141,7 @@ pub fn measure(settings: &Settings, config: &Config) -> Result<Limit> {
     let jit = Jit::new(settings, Driver::get()?)?;
     let mut gpus = devices
         .iter()
-        .map(|device| Gpu::new(*device, &jit, Key::Limit(KEY)))
+        .map(|device| Gpu::new(*device, &jit, KEY))
         .collect::<Result<Vec<_>>>()?;
     let no_link = link(&gpus).err().map(|error| error.to_string());
     let mut paths = vec![Path::Local];

@@ -1,0 +1,306 @@
+//! High-throughput combine: launches.
+
+use std::sync::Arc;
+
+use super::{
+    control::ANNOUNCE_WORDS,
+    core::{Core, Discard, Half, OnStream, Open, Piece, Progress},
+    params::{CombineParams, GroupParams, LANDING_UNIT, Terms, phase},
+};
+use crate::{
+    buffer::{CombineInput, CombineOutput, DispatchHandle, check_combine_output},
+    dtype::DType,
+    engine::{
+        CombineCall, Operation,
+        cuda::{
+            driver::stream::Stream,
+            jit::{CombineKey, Key},
+        },
+    },
+    error::{Error, Result},
+    memory::heap::Purpose,
+    tensor::Tensor,
+};
+
+/// Threads of a block, as in combine.cu.
+const THREADS: u32 = 512;
+
+/// A combine that was launched.
+pub(super) struct InFlight {
+    core: Arc<Core>,
+    on: OnStream,
+    params: CombineParams,
+    dtype: u8,
+    send_sms: u32,
+    receive_sms: u32,
+    total_sms: u32,
+    /// Only while kernels use it.
+    _landing: Piece,
+    progress: Arc<Progress>,
+}
+
+/// Sends rows back to their owners.
+pub(super) fn begin(core: &Arc<Core>, input: &CombineInput<'_>) -> Result<Box<dyn CombineCall>> {
+    let on = core.begin(input.stream)?;
+    let total = core.sms(input.num_sms);
+    // Sums read more than they write, so most SMs take part in them.
+    let send = (total / 3).max(1);
+    let (mut params, dtype) = describe(core, input)?;
+    let capacity = remote_rows(core, input.handle);
+    let rows_at = (capacity as u64 * 4).next_multiple_of(256)
+        + (capacity as u64 * u64::from(params.top_k) * 4).next_multiple_of(256);
+    let bytes = rows_at + capacity as u64 * u64::from(params.row_bytes);
+    let landing = core.block(bytes, Purpose::CombineStaging)?;
+    if on.recorded {
+        params.landing = (landing.offset() / LANDING_UNIT) as u32;
+        landing.keep();
+    } else {
+        params.landing = (landing.offset() / LANDING_UNIT) as u32;
+    }
+    params.capacity = capacity as u32;
+    params.send_blocks = send;
+    params.units = units(input.x.as_tensor(), core.ranks, send);
+    core.number();
+    let mut call = InFlight {
+        core: Arc::clone(core),
+        on,
+        params,
+        dtype,
+        send_sms: send,
+        receive_sms: (total - send).max(1),
+        total_sms: total,
+        _landing: landing,
+        progress: Arc::default(),
+    };
+    call.launch_send()?;
+    Ok(Box::new(call))
+}
+
+/// Most units of a sending block, whose grain `read_handle` in combine.cu chooses: those of the rank
+/// with the most rows, as often as there are other ranks.
+fn units(x: Tensor<'_>, ranks: usize, blocks: u32) -> u32 {
+    let each = x.shape()[0].div_ceil(32 * blocks as usize).max(1);
+    let most = each * blocks as usize + 1;
+    (most * ranks.saturating_sub(1))
+        .div_ceil(blocks as usize)
+        .max(1) as u32
+}
+
+/// Rows of this rank's tokens that come back from others: what the host knows, or the most.
+fn remote_rows(core: &Core, handle: &DispatchHandle) -> usize {
+    let known = handle.on_device().and_then(|routes| routes.remote_rows);
+    known.unwrap_or_else(|| handle.num_tokens() * (core.ranks - 1))
+}
+
+/// Takes part in a call only to reject it.
+pub(super) fn reject(core: &Arc<Core>, text: u64) -> Result<()> {
+    let on = core.begin_aside()?;
+    let mut params = blank(core.group(Operation::Combine, Half::Send, true));
+    params.group.second_state = core.state(Half::Receive);
+    params.reject_text = text;
+    params.phases = phase::REJECT;
+    match &core.split {
+        None => launch(core, &on, &params, 0, 1, None)?,
+        Some(split) => {
+            // The announcement, then a look at the others'.
+            params.group.advance = 0;
+            params.phases = phase::REJECT | phase::COUNT;
+            launch(core, &on, &params, 0, 1, None)?;
+            split.meet(&on.stream)?;
+            params.group.advance = 1;
+            params.phases = phase::REJECT;
+            launch(core, &on, &params, 0, 1, None)?;
+            split.meet(&on.stream)?;
+        }
+    }
+    on.end()
+}
+
+/// Enqueues the receiving half of a call that was given up: it waits for the rows and lets them go.
+pub(super) fn discard(on: &OnStream, mut params: CombineParams, dtype: u8) -> Result<()> {
+    params.group.state = on.core.state(Half::Receive);
+    params.group.advance = 1;
+    params.phases = phase::RECEIVE;
+    params.discard = 1;
+    launch(&on.core, on, &params, dtype, 1, None)?;
+    on.end()
+}
+
+fn blank(group: GroupParams) -> CombineParams {
+    CombineParams {
+        group,
+        x: 0,
+        x_stride: 0,
+        weights: 0,
+        weights_stride: 0,
+        bias: [0; 2],
+        bias_stride: [0; 2],
+        slots: 0,
+        sent_rows: 0,
+        rank_prefix: 0,
+        out_x: 0,
+        out_stride: 0,
+        out_weights: 0,
+        reject_text: 0,
+        landing: 0,
+        capacity: 0,
+        tokens: 0,
+        x_rows: 0,
+        row_bytes: 0,
+        top_k: 0,
+        terms: 0,
+        phases: 0,
+        discard: 0,
+        send_blocks: 1,
+        units: 1,
+        reserved: 0,
+    }
+}
+
+fn byte_stride(tensor: &Tensor<'_>) -> u64 {
+    (tensor.strides()[0] * tensor.dtype().size()) as u64
+}
+
+/// Everything about a call but its memory, and the element type as the kernel counts them.
+fn describe(core: &Core, input: &CombineInput<'_>) -> Result<(CombineParams, u8)> {
+    let mut params = blank(core.group(Operation::Combine, Half::Send, true));
+    let x = input.x.as_tensor();
+    let dtype = match x.dtype() {
+        DType::F16 => 1,
+        DType::F32 => 2,
+        _ => 0,
+    };
+    params.x = x.as_ptr() as u64;
+    params.x_stride = byte_stride(&x);
+    params.x_rows = u32::try_from(x.shape()[0])
+        .map_err(|_| Error::invalid("x", x.shape()[0], "must have fewer than 2^32 rows"))?;
+    params.row_bytes = u32::try_from(x.row_bytes())
+        .map_err(|_| Error::invalid("x", x.row_bytes(), "must have rows below 4 GiB"))?;
+    if let Some(weights) = &input.topk_weights {
+        params.weights = weights.as_ptr() as u64;
+        params.weights_stride = weights.strides()[0] as u64;
+        params.top_k = weights.shape()[1] as u32;
+    }
+    for (i, bias) in input.bias.iter().flatten().enumerate() {
+        params.bias[i] = bias.as_ptr() as u64;
+        params.bias_stride[i] = byte_stride(bias);
+    }
+    params.slots = input.handle.send_head().as_ptr() as u64;
+    params.sent_rows = input.handle.channel_prefix_matrix().as_ptr() as u64;
+    params.rank_prefix = input.handle.rank_prefix_matrix().as_ptr() as u64;
+    params.tokens = input.handle.num_tokens() as u32;
+    params.terms = Terms {
+        operation: Operation::Combine as u8,
+        top_k: params.top_k as u8,
+        weights: input.topk_weights.is_some(),
+        dtype,
+        ..Terms::default()
+    }
+    .word();
+    Ok((params, dtype))
+}
+
+/// Bytes of dynamic shared memory, see `Shared` in combine.cu.
+fn shared_bytes(params: &CombineParams) -> u64 {
+    let ranks = u64::from(params.group.ranks);
+    (ranks * (ANNOUNCE_WORDS + 2 * ranks) + 3 * ranks + 2 + u64::from(params.units)) * 4
+}
+
+/// The program for a shape: constants for bf16 rows as models have them; one program of each
+/// element type for all others.
+fn key(params: &CombineParams, dtype: u8) -> Key {
+    let row = params.row_bytes;
+    let known = dtype == 0 && row >= 2048 && row.is_multiple_of(512);
+    Key::Combine(CombineKey {
+        dtype: dtype.into(),
+        ranks: if known { params.group.ranks } else { 0 },
+        row_bytes: if known { row } else { 0 },
+    })
+}
+
+/// Enqueues one launch, on the call's stream or another.
+fn launch(
+    core: &Core,
+    on: &OnStream,
+    params: &CombineParams,
+    dtype: u8,
+    blocks: u32,
+    stream: Option<&Stream>,
+) -> Result<()> {
+    let function = core.kernels.get(key(params, dtype), c"combine")?;
+    let bytes = shared_bytes(params);
+    let shape = core.kernels.shape(blocks, THREADS, bytes, "x (rows)")?;
+    // SAFETY: the struct is the kernel's parameter. Its addresses are the caller's tensors, which
+    // the caller keeps, and blocks that are not used otherwise before what is enqueued here has
+    // ended.
+    unsafe { function.launch(stream.unwrap_or(&on.stream), shape, params) }
+}
+
+impl InFlight {
+    fn launch_send(&mut self) -> Result<()> {
+        let (core, on) = (&self.core, &self.on);
+        let mut params = self.params;
+        match &core.split {
+            None => {
+                on.mark()?;
+                params.phases = phase::COUNT | phase::MOVE;
+                launch(core, on, &params, self.dtype, self.send_sms, None)?;
+            }
+            Some(split) => {
+                params.group.advance = 0;
+                params.phases = phase::COUNT;
+                launch(core, on, &params, self.dtype, self.send_sms, None)?;
+                split.meet(&on.stream)?;
+                params.group.advance = 1;
+                params.phases = phase::MOVE;
+                launch(core, on, &params, self.dtype, self.send_sms, None)?;
+                split.meet(&on.stream)?;
+            }
+        }
+        core.set_open(Open {
+            progress: Arc::clone(&self.progress),
+            discard: Discard::Combine(Box::new(self.params), self.dtype),
+        });
+        on.end()
+    }
+}
+
+impl CombineCall for InFlight {
+    fn finish_into(&mut self, input: &CombineInput<'_>, out: &mut CombineOutput<'_>) -> Result<()> {
+        check_combine_output(input, out)?;
+        if !self.progress.receive(Operation::Combine)? {
+            return Ok(());
+        }
+        let mut params = self.params;
+        params.group.state = self.core.state(Half::Receive);
+        params.phases = phase::RECEIVE;
+        params.out_stride = (out.x.strides()[0] * out.x.dtype().size()) as u64;
+        params.out_x = out.x.as_mut_ptr() as u64;
+        params.out_weights = out
+            .topk_weights
+            .as_mut()
+            .map_or(0, |weights| weights.as_mut_ptr() as u64);
+        let (core, on) = (&self.core, &self.on);
+        let aside = core.split.is_none() && self.send_sms + self.receive_sms <= self.total_sms;
+        let sms = self.receive_sms;
+        if aside {
+            launch(core, on, &params, self.dtype, sms, Some(on.aside()?))?;
+            on.join()?;
+        } else {
+            launch(core, on, &params, self.dtype, sms, None)?;
+        }
+        on.end()
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        if !self.progress.abandon() {
+            return;
+        }
+        // A call that was not finished still takes its rows, into nothing.
+        if let Err(error) = discard(&self.on, self.params, self.dtype) {
+            tracing::warn!(%error, "a combine that was not finished");
+        }
+    }
+}

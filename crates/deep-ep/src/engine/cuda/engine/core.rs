@@ -1,0 +1,556 @@
+//! What all calls of one rank share: the GPU, symmetric memory, the calls' states, what went wrong.
+
+use std::{
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use bytemuck::Zeroable;
+
+use super::{
+    control::Control,
+    failures::Failures,
+    launch::Kernels,
+    params::{CallState, CombineParams, DispatchParams, GroupParams, LANDING_UNIT, TEXT_BYTES},
+    split::Split,
+};
+use crate::{
+    bootstrap::{Communicator, Subscription},
+    buffer::{BufferConfig, MemoryUse},
+    engine::{
+        Operation,
+        cuda::{
+            driver::{
+                context::Context,
+                memory::{DeviceMemory, PinnedWords},
+                stream::{Event, Stream},
+            },
+            symmetric::Symmetric,
+        },
+    },
+    error::{Error, Reject, Result},
+    memory::heap::{Block, Heap, Purpose},
+    topology::Rank,
+};
+
+/// The kinds of launches that have a [`CallState`] of their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Half {
+    /// What a high-throughput call does until its rows are on their way.
+    Send = 0,
+    /// The rest of it.
+    Receive = 1,
+    /// The same of a low-latency call.
+    LowLatencySend = 2,
+    LowLatencyReceive = 3,
+}
+
+const HALVES: usize = 4;
+
+/// Rejects whose text a kernel may not have read yet.
+const REJECTS: usize = 16;
+
+/// How long a dropped buffer waits for its last call before it tells its kernels to leave, and how
+/// long for them to do so.
+const DROP_PATIENCE: Duration = Duration::from_secs(2);
+
+/// One rank's side of a buffer on a GPU.
+pub(crate) struct Core {
+    pub(crate) rank: usize,
+    pub(crate) ranks: usize,
+    pub(crate) context: Arc<Context>,
+    pub(crate) control: Control,
+    pub(crate) symmetric: Symmetric,
+    pub(crate) kernels: Kernels,
+    pub(crate) failures: Failures,
+    pub(crate) split: Option<Split>,
+    pub(crate) enable_shrink: bool,
+    /// Where the halves of a call that run side by side take their turns.
+    pub(crate) side: Stream,
+    /// Words in which a kernel tells a waiting host what it knows.
+    pub(crate) results: PinnedWords,
+    rejects: PinnedWords,
+    next_reject: AtomicU32,
+    next_ticket: AtomicU32,
+    states: DeviceMemory,
+    bases: DeviceMemory,
+    timeout: Duration,
+    num_sms: u32,
+    /// SMs that this rank may use without taking those of a rank that it shares the GPU with.
+    own_sms: u32,
+    heap: Mutex<Heap>,
+    /// Blocks that a recorded graph uses whenever it is replayed.
+    recorded: Mutex<Vec<Block>>,
+    order: Mutex<Order>,
+    open: Mutex<Option<Open>>,
+    /// High-throughput calls begun.
+    begun: AtomicU64,
+    /// For what ranks settle on the host.
+    communicator: Communicator,
+    /// Most rows that a dispatch has brought.
+    most_rows: AtomicUsize,
+    fork: Event,
+    join: Event,
+    _liveness: Subscription,
+}
+
+/// The stream of the last call and where it ended.
+struct Order {
+    stream: usize,
+    event: Event,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Core {
+    /// Collective. `fixed` are bytes of every region behind the control area that the low-latency
+    /// calls use.
+    pub(crate) fn new(
+        communicator: &Communicator,
+        config: &BufferConfig,
+        context: Arc<Context>,
+        fixed: u64,
+    ) -> Result<Self> {
+        let ranks = communicator.size();
+        let control = Control::new(ranks, config.num_experts)?;
+        let fixed = (control.bytes + fixed).next_multiple_of(4096);
+        let start = fixed.saturating_add(config.scale_up_bytes as u64);
+        let reserve = config.max_bytes.map_or(0, |max| (max as u64).max(fixed));
+        let symmetric = Symmetric::new(communicator, &context, reserve, start, config.timeout)?;
+        let made = Self::with_memory(communicator, config, context, control, symmetric, fixed);
+        communicator.all_succeed(made)
+    }
+
+    fn with_memory(
+        communicator: &Communicator,
+        config: &BufferConfig,
+        context: Arc<Context>,
+        control: Control,
+        symmetric: Symmetric,
+        fixed: u64,
+    ) -> Result<Self> {
+        let ranks = communicator.size();
+        let device = &context.device;
+        let sharing = symmetric.ranks_on_this_gpu().len().max(1) as u32;
+        let side = Stream::urgent(&context)?;
+        let bases: Vec<u64> = (0..ranks).map(|rank| symmetric.base(rank)).collect();
+        let states = [CallState {
+            bad_id: u64::MAX,
+            ..CallState::zeroed()
+        }; HALVES];
+        let words = |data: &[u8], purpose: &'static str| -> Result<DeviceMemory> {
+            let memory = DeviceMemory::new(&context, data.len(), purpose)?;
+            memory.upload(&side, data)?;
+            Ok(memory)
+        };
+        let failures = Failures::new(&context, communicator.rank(), config.timeout)?;
+        let gone = failures.gone();
+        let liveness = communicator
+            .liveness()
+            .subscribe(Box::new(move |lost: Rank| gone.set(lost)));
+        let this = Self {
+            rank: communicator.rank().0,
+            ranks,
+            control,
+            kernels: Kernels::new(&context)?,
+            split: Split::from_config(communicator, config),
+            enable_shrink: config.enable_shrink,
+            results: PinnedWords::new(&context, 8 + 3 * ranks + control.local_experts as usize)?,
+            rejects: PinnedWords::new(&context, REJECTS * TEXT_BYTES / 8)?,
+            next_reject: AtomicU32::new(0),
+            next_ticket: AtomicU32::new(1),
+            states: words(bytemuck::cast_slice(&states), "call states")?,
+            bases: words(bytemuck::cast_slice(&bases), "addresses of regions")?,
+            timeout: config.timeout,
+            num_sms: u32::try_from(config.num_sms).unwrap_or(u32::MAX),
+            own_sms: (device.sms()? / sharing).max(1),
+            heap: Mutex::new(Heap::new(
+                fixed,
+                symmetric.committed(),
+                symmetric.reserved(),
+            )),
+            recorded: Mutex::default(),
+            order: Mutex::new(Order {
+                stream: side.raw as usize,
+                event: Event::untimed(&context)?,
+            }),
+            open: Mutex::default(),
+            begun: AtomicU64::new(0),
+            communicator: communicator.clone(),
+            most_rows: AtomicUsize::new(0),
+            fork: Event::untimed(&context)?,
+            join: Event::untimed(&context)?,
+            failures,
+            symmetric,
+            side,
+            context,
+            _liveness: liveness,
+        };
+        Ok(this)
+    }
+
+    /// What a launch of `operation` is told. It brings `half` forward if `advance`.
+    pub(crate) fn group(&self, operation: Operation, half: Half, advance: bool) -> GroupParams {
+        let mut params = GroupParams {
+            bases: self.bases.address(),
+            state: self.state(half),
+            second_state: 0,
+            report: self.failures.report_address(),
+            gone: self.failures.gone_address(),
+            timeout: u64::try_from(self.timeout.as_nanos()).unwrap_or(u64::MAX / 2),
+            abort_at: 0,
+            announce_at: 0,
+            announce_stride: 0,
+            text_at: 0,
+            flags_at: 0,
+            flags: 0,
+            rank: self.rank as u32,
+            ranks: self.ranks as u32,
+            operation: operation as u32,
+            advance: advance.into(),
+            reserved: 0,
+        };
+        self.control.describe(&mut params);
+        params
+    }
+
+    /// The address of a half's [`CallState`].
+    pub(crate) fn state(&self, half: Half) -> u64 {
+        self.states.address() + (half as usize * size_of::<CallState>()) as u64
+    }
+
+    /// SMs that a call may use: what it asks for, or the buffer's bound, and never those of another
+    /// rank on the same GPU.
+    pub(crate) fn sms(&self, asked: Option<usize>) -> u32 {
+        let asked = asked.map_or(self.num_sms, |sms| u32::try_from(sms).unwrap_or(u32::MAX));
+        asked.clamp(1, self.own_sms)
+    }
+
+    /// All SMs that this rank may use.
+    pub(crate) fn all_sms(&self) -> u32 {
+        self.own_sms
+    }
+
+    /// A number that no other call that waits for a result has.
+    pub(crate) fn ticket(&self) -> u32 {
+        self.next_ticket.fetch_add(1, Ordering::Relaxed) | 1 << 31
+    }
+
+    /// Puts a reject's text where a kernel reads it: three strings, each with a NUL behind it.
+    pub(crate) fn reject_text(&self, reject: &Reject) -> u64 {
+        let slot = self.next_reject.fetch_add(1, Ordering::Relaxed) as usize % REJECTS;
+        let text = super::failures::encode_reject(reject);
+        let words = &self.rejects.words()[slot * TEXT_BYTES / 8..][..TEXT_BYTES / 8];
+        for (word, bytes) in words.iter().zip(text.as_chunks::<8>().0) {
+            word.store(u64::from_le_bytes(*bytes), Ordering::Release);
+        }
+        self.rejects.address() + (slot * TEXT_BYTES) as u64
+    }
+
+    /// The caller's stream, behind everything that this buffer's calls have enqueued before.
+    pub(crate) fn begin(self: &Arc<Self>, stream: crate::Stream) -> Result<OnStream> {
+        self.failures.check_failed()?;
+        // SAFETY: the caller of the buffer vouches for the stream.
+        let stream = unsafe { Stream::borrowed(&self.context, stream.as_raw()) };
+        self.begin_on(stream)
+    }
+
+    /// As [`begin`](Self::begin), on the buffer's own stream.
+    pub(crate) fn begin_aside(self: &Arc<Self>) -> Result<OnStream> {
+        self.failures.check_failed()?;
+        // SAFETY: the stream lives as long as the core, which the result holds.
+        let side = unsafe { Stream::borrowed(&self.context, self.side.raw as usize) };
+        self.begin_on(side)
+    }
+
+    fn begin_on(self: &Arc<Self>, stream: Stream) -> Result<OnStream> {
+        let recorded = stream.is_capturing()?;
+        let order = lock(&self.order);
+        if !recorded && order.stream != stream.raw as usize {
+            stream.wait(&order.event)?;
+        }
+        drop(order);
+        let on = OnStream {
+            core: Arc::clone(self),
+            stream,
+            recorded,
+        };
+        let open = lock(&self.open).take();
+        if let Some(open) = open.filter(|open| open.progress.abandon()) {
+            match open.discard {
+                Discard::Dispatch(params) => super::dispatch::discard(&on, *params)?,
+                Discard::Combine(params, dtype) => super::combine::discard(&on, *params, dtype)?,
+            }
+        }
+        Ok(on)
+    }
+
+    /// The number of a call that begins; see [`check_current`](Self::check_current).
+    pub(crate) fn number(&self) -> u64 {
+        self.begun.fetch_add(1, Ordering::AcqRel) + 1
+    }
+
+    /// # Errors
+    ///
+    /// [`Error::Abandoned`] if another call was begun after the one of this number.
+    pub(crate) fn check_current(&self, number: u64, operation: Operation) -> Result<()> {
+        if self.begun.load(Ordering::Acquire) == number {
+            return Ok(());
+        }
+        Err(Error::Abandoned {
+            operation: operation.name().into(),
+        })
+    }
+
+    /// Waits until all ranks are here and this rank's calls are done.
+    pub(crate) fn barrier(&self) -> Result<()> {
+        lock(&self.order).event.synchronize()?;
+        self.failures.check()?;
+        self.communicator.barrier()
+    }
+
+    /// The call in flight. Beginning another one gives it up.
+    pub(crate) fn set_open(&self, open: Open) {
+        *lock(&self.open) = Some(open);
+    }
+
+    /// Rows to make room for when nobody knows how many come to a rank with `tokens`.
+    pub(crate) fn expected_rows(&self, tokens: usize) -> usize {
+        let most = self.most_rows.load(Ordering::Relaxed);
+        (tokens.saturating_mul(self.ranks))
+            .max(most + most / 8)
+            .clamp(1, i32::MAX as usize)
+    }
+
+    /// So many rows came.
+    pub(crate) fn saw_rows(&self, rows: usize) {
+        self.most_rows.fetch_max(rows, Ordering::Relaxed);
+    }
+
+    /// An error if a host that waits since `start` for words of a kernel will not get them: the
+    /// kernel has ended, or the deadline is long past.
+    pub(crate) fn check_stuck(&self, stream: &Stream, start: Instant) -> Result<()> {
+        self.failures.check_failed()?;
+        let ended = stream.is_done()?;
+        if ended || start.elapsed() > self.timeout + Duration::from_secs(5) {
+            // What it wrote last may be here by now.
+            std::thread::sleep(Duration::from_millis(1));
+            self.failures.check_failed()?;
+            if start.elapsed() > self.timeout {
+                return Err(Error::Timeout {
+                    operation: Operation::Dispatch.name().into(),
+                    stage: "counts on the host".into(),
+                    ranks: vec![Rank(self.rank)],
+                    waited: start.elapsed(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// A block of symmetric memory, aligned to [`LANDING_UNIT`].
+    pub(crate) fn block(self: &Arc<Self>, bytes: u64, purpose: Purpose) -> Result<Piece> {
+        let mut grow = |needed: u64| -> Result<u64> {
+            self.symmetric.commit(needed)?;
+            Ok(self.symmetric.committed())
+        };
+        // A page at least, so that blocks begin at one.
+        let bytes = bytes.max(1).next_multiple_of(4096);
+        let block = lock(&self.heap).alloc(bytes, purpose, &mut grow)?;
+        debug_assert!(block.offset().is_multiple_of(LANDING_UNIT));
+        Ok(Piece {
+            core: Arc::clone(self),
+            offset: block.offset(),
+            block: Mutex::new(Some(block)),
+        })
+    }
+
+    /// Grows symmetric memory to at least `bytes`.
+    pub(crate) fn reserve(&self, bytes: u64) -> Result<()> {
+        self.symmetric.commit(bytes)?;
+        lock(&self.heap).extend(self.symmetric.committed());
+        Ok(())
+    }
+
+    /// Use of symmetric memory.
+    pub(crate) fn memory_use(&self, fixed: Vec<(&'static str, u64)>) -> MemoryUse {
+        let stats = lock(&self.heap).stats();
+        MemoryUse {
+            reserved: self.symmetric.reserved(),
+            committed: self.symmetric.committed(),
+            in_use: stats.total.in_use,
+            peak: stats.total.peak,
+            peak_by_purpose: Purpose::ALL
+                .into_iter()
+                .zip(stats.by_purpose)
+                .filter(|(_, usage)| usage.peak > 0)
+                .map(|(purpose, usage)| (purpose.name(), usage.peak))
+                .collect(),
+            fixed,
+        }
+    }
+
+    /// Waits for the last call, in bounded time.
+    fn settle(&self) {
+        let done = || lock(&self.order).event.is_done().unwrap_or(true);
+        let wait = |limit: Duration| {
+            let start = Instant::now();
+            while !done() && start.elapsed() < limit {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+            done()
+        };
+        if wait(DROP_PATIENCE) {
+            return;
+        }
+        // Kernels that wait for peers leave when these are gone.
+        (0..self.ranks).for_each(|rank| self.failures.gone().set(Rank(rank)));
+        if !wait(DROP_PATIENCE) {
+            tracing::warn!("a buffer is dropped while its last call is still running");
+        }
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        self.settle();
+    }
+}
+
+/// A stream on which a call's launches are enqueued.
+pub(crate) struct OnStream {
+    pub(crate) core: Arc<Core>,
+    pub(crate) stream: Stream,
+    /// A graph is being recorded.
+    pub(crate) recorded: bool,
+}
+
+impl OnStream {
+    /// Remembers this point of the stream for [`aside`](Self::aside).
+    pub(crate) fn mark(&self) -> Result<()> {
+        self.core.fork.record(&self.stream)
+    }
+
+    /// The side stream, behind the marked point: what is enqueued there runs beside what this
+    /// stream was given since.
+    pub(crate) fn aside(&self) -> Result<&Stream> {
+        self.core.side.wait(&self.core.fork)?;
+        Ok(&self.core.side)
+    }
+
+    /// Lets this stream wait for the side stream.
+    pub(crate) fn join(&self) -> Result<()> {
+        self.core.join.record(&self.core.side)?;
+        self.stream.wait(&self.core.join)
+    }
+
+    /// Everything of a call is enqueued.
+    pub(crate) fn end(&self) -> Result<()> {
+        if self.recorded {
+            return Ok(());
+        }
+        let mut order = lock(&self.core.order);
+        order.stream = self.stream.raw as usize;
+        order.event.record(&self.stream)
+    }
+}
+
+/// A block of symmetric memory. It is given back when it is dropped: who uses it after that comes
+/// behind everything that was enqueued before, since calls of a buffer do.
+pub(crate) struct Piece {
+    core: Arc<Core>,
+    offset: u64,
+    block: Mutex<Option<Block>>,
+}
+
+impl Piece {
+    /// Bytes from the region's base.
+    pub(crate) fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// Its address for this rank's kernels.
+    pub(crate) fn address(&self) -> u64 {
+        self.core.symmetric.base(self.core.rank) + self.offset()
+    }
+
+    /// Gives all but `bytes` back.
+    pub(crate) fn shrink(&self, bytes: u64) {
+        if let Some(block) = lock(&self.block).as_mut() {
+            lock(&self.core.heap).shrink(block, bytes);
+        }
+    }
+
+    /// Keeps it as long as the buffer: a recorded graph uses it.
+    pub(crate) fn keep(&self) {
+        if let Some(block) = lock(&self.block).take() {
+            lock(&self.core.recorded).push(block);
+        }
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        if let Some(block) = lock(&self.block).take() {
+            // After a failure a slow peer may still write.
+            if !self.core.failures.has_failed() {
+                lock(&self.core.heap).free(block);
+            }
+        }
+    }
+}
+
+/// Who launches the receiving half of a call: exactly one of finishing it, dropping it and beginning
+/// another one does.
+#[derive(Debug, Default)]
+pub(crate) struct Progress(AtomicU8);
+
+impl Progress {
+    const OPEN: u8 = 0;
+    const RECEIVED: u8 = 1;
+    const ABANDONED: u8 = 2;
+
+    fn take(&self, to: u8) -> bool {
+        self.0
+            .compare_exchange(Self::OPEN, to, Ordering::AcqRel, Ordering::Acquire)
+            .is_ok()
+    }
+
+    /// Whether the caller is to launch the receiving half; false if it was launched before.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Abandoned`] if another call was begun since.
+    pub(crate) fn receive(&self, operation: Operation) -> Result<bool> {
+        let first = self.take(Self::RECEIVED);
+        if self.0.load(Ordering::Acquire) == Self::ABANDONED {
+            return Err(Error::Abandoned {
+                operation: operation.name().into(),
+            });
+        }
+        Ok(first)
+    }
+
+    /// Whether the caller is to launch the receiving half of a call that was given up.
+    pub(crate) fn abandon(&self) -> bool {
+        self.take(Self::ABANDONED)
+    }
+}
+
+/// A call whose receiving half was not launched yet.
+pub(crate) struct Open {
+    pub(crate) progress: Arc<Progress>,
+    pub(crate) discard: Discard,
+}
+
+/// What the receiving half needs to let a call's rows go.
+pub(crate) enum Discard {
+    Dispatch(Box<DispatchParams>),
+    Combine(Box<CombineParams>, u8),
+}

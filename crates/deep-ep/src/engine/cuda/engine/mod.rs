@@ -1,0 +1,250 @@
+//! The CUDA engine: kernels that write rows into each other's memory.
+
+mod combine;
+mod control;
+mod core;
+mod dispatch;
+mod failures;
+mod landing;
+mod launch;
+pub(crate) mod params;
+mod split;
+
+use std::sync::Arc;
+
+use self::{
+    core::Core,
+    params::{LayoutParams, Matrix},
+};
+use super::{
+    driver::{context::Context, device::Device as Gpu},
+    jit::{DispatchKey, Key},
+};
+use crate::{
+    bootstrap::Communicator,
+    buffer::{
+        BufferConfig, CombineInput, DeviceLayout, DispatchInput, Layout, Loan,
+        LowLatencyCombineInput, LowLatencyDispatchInput, LowLatencyHandle, Statistics, Stream,
+    },
+    dtype::DType,
+    engine::{
+        CombineCall, DispatchCall, Engine, LowLatencyCombineCall, LowLatencyDispatchCall, Operation,
+    },
+    error::{Error, Reject, Result},
+    memory::heap::Purpose,
+    tensor::{Device, Shape, Tensor},
+    topology::Rank,
+};
+
+/// The CUDA engine of one rank.
+pub(crate) struct CudaEngine {
+    core: Arc<Core>,
+    device: Device,
+}
+
+impl CudaEngine {
+    /// Makes and exchanges the regions. Collective.
+    pub(crate) fn new(communicator: &Communicator, config: &BufferConfig) -> Result<Self> {
+        communicator.check_agreement(&agreement(config))?;
+        let context = communicator.all_succeed(open(communicator, config))?;
+        let device = Device::Cuda(context.device.ordinal as u32);
+        let core = Core::new(communicator, config, context, 0)?;
+        Ok(Self {
+            core: Arc::new(core),
+            device,
+        })
+    }
+
+    /// The GPU's number among those that this process sees.
+    pub(crate) fn ordinal(&self) -> usize {
+        self.core.context.device.ordinal
+    }
+
+    fn unsupported<T>() -> Result<T> {
+        Err(Error::Unsupported {
+            feature: "low-latency calls on engine cuda".into(),
+            why: "they do not exist yet".into(),
+        })
+    }
+}
+
+/// The GPU that a rank uses.
+fn open(communicator: &Communicator, config: &BufferConfig) -> Result<Arc<Context>> {
+    let gpus = Gpu::all()?;
+    let ordinal = config
+        .device
+        .unwrap_or_else(|| communicator.local_rank() % gpus.len().max(1));
+    let gpu = gpus.get(ordinal).ok_or_else(|| {
+        Error::invalid(
+            "device",
+            ordinal,
+            format!(
+                "must be below the {} GPUs that this process sees",
+                gpus.len()
+            ),
+        )
+    })?;
+    Context::new(*gpu)
+}
+
+/// What must be the same on all ranks.
+fn agreement(config: &BufferConfig) -> Vec<(&'static str, String)> {
+    let text = |value: Option<usize>| value.map_or("not set".into(), |value| value.to_string());
+    let low_latency = config.low_latency.map_or("none".into(), |c| {
+        format!(
+            "num_max_dispatch_tokens_per_rank {}, hidden {}, num_experts {}, exact_top_k {}",
+            c.max_tokens_per_rank,
+            c.hidden,
+            c.num_experts,
+            text(c.exact_top_k)
+        )
+    });
+    vec![
+        ("engine", "cuda".into()),
+        ("num_experts", text(config.num_experts)),
+        ("hidden", text(config.hidden)),
+        ("top_k", text(config.top_k)),
+        ("low_latency", low_latency),
+        ("enable_shrink", config.enable_shrink.to_string()),
+        ("split_launches", config.split_launches.to_string()),
+    ]
+}
+
+impl Engine for CudaEngine {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn takes(&self, device: Device) -> bool {
+        device == self.device
+    }
+
+    fn layout(&self, topk_idx: Tensor<'_>, num_experts: usize, stream: Stream) -> Result<Layout> {
+        let (core, tokens) = (&self.core, topk_idx.shape()[0]);
+        let on = core.begin(stream)?;
+        let sizes = [core.ranks * 4, num_experts * 4, tokens * core.ranks];
+        let mut bytes = 0;
+        let at = sizes.map(|size| {
+            let at = bytes;
+            bytes += (size as u64).next_multiple_of(256);
+            at
+        });
+        let block = Arc::new(core.block(bytes, Purpose::Metadata)?);
+        let params = LayoutParams {
+            topk: Matrix::of(Some(&topk_idx)),
+            rank_counts: block.address() + at[0],
+            expert_counts: block.address() + at[1],
+            is_token_in_rank: block.address() + at[2],
+            tokens: tokens as u32,
+            top_k: topk_idx.shape()[1] as u32,
+            index_bytes: topk_idx.dtype().size() as u32,
+            experts: num_experts as u32,
+            ranks: core.ranks as u32,
+            reserved: 0,
+        };
+        let kernel = core
+            .kernels
+            .get(Key::Dispatch(DispatchKey::default()), c"dispatch_layout")?;
+        let blocks = (tokens as u32).div_ceil(256).clamp(1, core.sms(None));
+        let shape = core.kernels.shape(blocks, 256, 0, "topk_idx")?;
+        // SAFETY: the block is ours and large enough; the struct is the kernel's parameter, and the
+        // caller keeps its tensor.
+        unsafe {
+            on.stream.zero(block.address(), at[2])?;
+            kernel.launch(&on.stream, shape, &params)?;
+        }
+        on.end()?;
+        let tensor = |part: usize, dtype: DType, shape: &[usize]| {
+            landing::device_tensor(
+                block.address() + at[part],
+                dtype,
+                shape,
+                self.device,
+                &block,
+            )
+        };
+        Layout::from_device_parts(DeviceLayout {
+            num_tokens_per_rank: tensor(0, DType::I32, &[core.ranks])?,
+            num_tokens_per_expert: tensor(1, DType::I32, &[num_experts])?,
+            is_token_in_rank: tensor(2, DType::U8, &[tokens, core.ranks])?,
+        })
+    }
+
+    fn reject(&self, operation: Operation, reject: &Reject) {
+        let text = self.core.reject_text(reject);
+        let done = match operation {
+            Operation::Combine => combine::reject(&self.core, text),
+            _ => dispatch::reject(&self.core, text),
+        };
+        // If the call cannot even begin, the group has ended and the peers know.
+        if let Err(error) = done {
+            tracing::warn!(%error, "a reject could not be sent");
+        }
+    }
+
+    fn dispatch(&self, input: &DispatchInput<'_>) -> Result<Box<dyn DispatchCall>> {
+        dispatch::begin(&self.core, input)
+    }
+
+    fn combine(&self, input: &CombineInput<'_>) -> Result<Box<dyn CombineCall>> {
+        combine::begin(&self.core, input)
+    }
+
+    fn low_latency_dispatch(
+        &self,
+        _: &LowLatencyDispatchInput<'_>,
+    ) -> Result<Box<dyn LowLatencyDispatchCall>> {
+        Self::unsupported()
+    }
+
+    fn low_latency_combine(
+        &self,
+        _: &mut LowLatencyCombineInput<'_>,
+    ) -> Result<Box<dyn LowLatencyCombineCall>> {
+        Self::unsupported()
+    }
+
+    fn barrier(&self) -> Result<()> {
+        self.core.barrier()
+    }
+
+    fn loan(&self, dtype: DType, shape: &[usize]) -> Result<Loan> {
+        self.core.failures.check_failed()?;
+        let dense = Shape::dense(dtype, shape)?;
+        let block = Arc::new(
+            self.core
+                .block(dense.bytes() as u64, Purpose::CombineLoan)?,
+        );
+        let memory = landing::CudaLoan::new(&block, 0, self.device);
+        Ok(Loan::new(Box::new(memory), dtype, shape))
+    }
+
+    fn low_latency_combine_buffer(&self, handle: &LowLatencyHandle, hidden: usize) -> Result<Loan> {
+        let local = handle.num_experts() / self.core.ranks;
+        let rows = self.core.ranks * handle.max_tokens_per_rank();
+        self.loan(DType::Bf16, &[local, rows, hidden])
+    }
+
+    fn reserve(&self, bytes: usize) -> Result<()> {
+        self.core.reserve(bytes as u64)
+    }
+
+    fn masks(&self) -> Vec<bool> {
+        vec![false; self.core.ranks]
+    }
+
+    fn set_mask(&self, _: Rank, _: bool) {}
+
+    fn check(&self) -> Result<()> {
+        self.core.failures.check()
+    }
+
+    fn statistics(&self) -> Statistics {
+        Statistics {
+            memory: self
+                .core
+                .memory_use(vec![("control words", self.core.control.bytes)]),
+            ..Statistics::default()
+        }
+    }
+}

@@ -1,0 +1,275 @@
+// What every kernel of a call knows about its group: where control words are, who the ranks are, how
+// long to wait. `engine/params.rs` declares the same structs; `engine/mod.rs` has the protocol.
+#pragma once
+
+#include "ptx.cuh"
+
+// Words of an announcement, in front of its counts. Every word is 64 bits: the low half of the call
+// number above, 32 bits of value below, so a word that is there is whole and of this call.
+enum AnnounceWord {
+    // Operation, flags and top-k, see `terms_word` in engine/params.rs.
+    WORD_TERMS = 0,
+    // Bytes of a row.
+    WORD_ROW_BYTES = 1,
+    // Experts over all ranks.
+    WORD_EXPERTS = 2,
+    // 4-byte words of scales of a row.
+    WORD_SCALES = 3,
+    // Where the rank's landing block begins in its region, in units of LANDING_UNIT.
+    WORD_LANDING = 4,
+    // Rows that the block has room for.
+    WORD_CAPACITY = 5,
+    // dispatch: tokens of the rank. combine: first row of the reader's part of the landing block.
+    WORD_TOKENS = 6,
+    // 0, or why the call is rejected.
+    WORD_STATUS = 7,
+    // Tokens that share a flag.
+    WORD_GRAIN = 8,
+    // Rows for every rank.
+    WORD_COUNTS = 9,
+};
+
+constexpr u32 LANDING_UNIT = 256;
+
+// Values of WORD_STATUS.
+enum Status {
+    STATUS_OK = 0,
+    // The host did not accept the arguments; the text says why.
+    STATUS_HOST = 1,
+    // An expert id is not below the number of experts; the text area holds where and which.
+    STATUS_EXPERT_ID = 2,
+};
+
+// What all ranks conclude from all announcements. Smaller is stronger.
+enum Verdict {
+    VERDICT_REJECTED = 1,
+    VERDICT_DIFFER = 2,
+    VERDICT_HANDLE = 3,
+    // A worst case was exceeded.
+    VERDICT_OVERFLOW = 4,
+    // A landing block is too small: the hosts make it larger and call again.
+    VERDICT_GROW = 5,
+    VERDICT_OK = 0xff,
+};
+
+// Where a kernel waits, for errors.
+enum Stage {
+    STAGE_NONE = 0,
+    STAGE_COUNTS = 2,
+    STAGE_ROWS = 4,
+    STAGE_WEIGHTS = 5,
+    STAGE_BLOCKS = 7,
+};
+
+constexpr u32 TEXT_BYTES = 512;
+
+// Of one kind of launch (send or receive), in device memory of the rank.
+struct CallState {
+    // Calls that are over.
+    u64 calls;
+    // Ranks that a wait gave up on.
+    u64 missing;
+    // Lowest place of an expert id out of range; all ones: there is none.
+    u64 bad_id;
+    // Blocks at the grid barrier. Zero between launches.
+    u32 arrived;
+    // Blocks that are done, and LEFT_EARLY if a wait gave up. Zero between launches.
+    u32 left;
+    // Stage in which a wait gave up, or STAGE_NONE.
+    u32 failed;
+    u32 reserved;
+};
+
+// In pinned host memory: what went wrong. The host clears `state` of a reject that it has read.
+struct Report {
+    // 1: a wait of this rank passed its deadline; 2: another rank gave up (`abort` says who);
+    // 3: a rank that it waited for is gone.
+    u32 failed;
+    u32 operation;
+    u32 stage;
+    u32 reserved;
+    u64 missing;
+    u64 abort;
+    // A verdict other than VERDICT_OK of a call that nobody waits for.
+    u32 verdict;
+    u32 verdict_rank;
+    u32 verdict_operation;
+    u32 verdict_status;
+    // As in a result.
+    u64 verdict_detail[2];
+    u8 text[TEXT_BYTES];
+};
+
+struct GroupParams {
+    // Where this GPU sees the region of every rank: u64[ranks] in device memory.
+    const u64* bases;
+    CallState* state;
+    // The state that this launch brings forward too, because it does both halves of the call; or 0.
+    CallState* second_state;
+    Report* report;
+    // In pinned memory: a bit for every rank that the host has seen go.
+    const u64* gone;
+    // Nanoseconds that a wait may take.
+    u64 timeout;
+    // Offsets in every region: the abort word; announcements `[2][ranks]`, so far apart; texts of
+    // rejects `[2][ranks]`; flags `[ranks][flags]` of 16 bytes.
+    u64 abort_at;
+    u64 announce_at;
+    u64 announce_stride;
+    u64 text_at;
+    u64 flags_at;
+    // Flags of one source.
+    u32 flags;
+    u32 rank;
+    u32 ranks;
+    u32 operation;
+    // 1: the call is over after this launch.
+    u32 advance;
+    u32 reserved;
+};
+
+// The group in the eyes of one thread.
+struct Group {
+    const GroupParams& p;
+    u64 call;
+    u64 deadline;
+
+    __device__ explicit Group(const GroupParams& params)
+        : p(params), call(ld_relaxed_sys(&params.state->calls) + 1), deadline(globaltimer() + params.timeout) {}
+
+    __device__ __forceinline__ u32 tag() const { return u32(call); }
+
+    __device__ __forceinline__ u64 word(u32 value) const { return u64(tag()) << 32 | value; }
+
+    __device__ __forceinline__ u8* base(u32 rank) const { return reinterpret_cast<u8*>(p.bases[rank]); }
+
+    // The announcement of `source` in the region of `at`.
+    __device__ __forceinline__ u64* announcement(u32 at, u32 source) const {
+        const u64 place = (call & 1) * p.ranks + source;
+        return reinterpret_cast<u64*>(base(at) + p.announce_at + place * p.announce_stride);
+    }
+
+    __device__ __forceinline__ u8* text(u32 at, u32 source) const {
+        const u64 place = (call & 1) * p.ranks + source;
+        return base(at) + p.text_at + place * TEXT_BYTES;
+    }
+
+    // Flag `index` of `source` in the region of `at`: two words.
+    __device__ __forceinline__ u64* flag(u32 at, u32 source, u32 index) const {
+        return reinterpret_cast<u64*>(base(at) + p.flags_at + (u64(source) * p.flags + index) * 16);
+    }
+
+    __device__ __forceinline__ u64* abort_word(u32 at) const {
+        return reinterpret_cast<u64*>(base(at) + p.abort_at);
+    }
+
+    // Tells all ranks to leave. Does not wait.
+    __device__ void raise_abort(u32 stage) const {
+        const u64 word = u64(1) << 63 | u64(p.rank) << 32 | p.operation << 8 | stage;
+        for (u32 r = 0; r < p.ranks; r++) st_relaxed_sys(abort_word(r), word);
+    }
+
+    // Set in CallState::left by whoever gives up.
+    static constexpr u32 LEFT_EARLY = 1u << 31;
+
+    // Set in `polls` when the peer has been found gone.
+    static constexpr u32 GONE = 1u << 31;
+
+    // Called between two looks at a word that is not there yet. False: leave.
+    __device__ bool patient(u32& polls, u32 stage, u32 peer) const {
+        polls++;
+        if (polls % 32 == 0 && ld_relaxed_sys(abort_word(p.rank)) != 0) {
+            atomicOr(&p.state->left, LEFT_EARLY);
+            // Another thread may have given up first; its error names this thread's peer too.
+            if (atomicAdd(&p.state->failed, 0) == stage) atomicOr(&p.state->missing, u64(1) << peer);
+            return false;
+        }
+        if (polls % 512 == 0) {
+            const bool gone = ld_relaxed_sys(p.gone) >> peer & 1;
+            // What a rank wrote before it went is there by the next time.
+            if (gone && polls < GONE) {
+                polls |= GONE;
+                return true;
+            }
+            if (!gone && globaltimer() < deadline) return true;
+            atomicOr(&p.state->left, LEFT_EARLY);
+            atomicCAS(&p.state->failed, u32(STAGE_NONE), stage);
+            atomicOr(&p.state->missing, u64(1) << peer);
+            fence_acq_rel_gpu();
+            raise_abort(stage);
+            return false;
+        }
+        return true;
+    }
+
+    // Waits until `*address` belongs to this call; its value, or false.
+    __device__ bool wait_word(const u64* address, u32& value, u32 stage, u32 peer) const {
+        u32 polls = 0;
+        u64 word;
+        while (u32((word = ld_acquire_sys(address)) >> 32) != tag()) {
+            if (!patient(polls, stage, peer)) return false;
+        }
+        value = u32(word);
+        return true;
+    }
+
+    // Looks at a flag once; on success its two values.
+    __device__ __forceinline__ bool test_flag(const u64* address, u32& first, u32& second) const {
+        u64 a, b;
+        ld_acquire_sys(address, a, b);
+        first = u32(a), second = u32(b);
+        return u32(a >> 32) == tag() && u32(b >> 32) == tag();
+    }
+};
+
+// All blocks of the launch are here. `last` is set in every thread of the block that came last.
+// False: a wait gave up. Called by all threads.
+__device__ inline bool grid_barrier(const Group& group, bool& last) {
+    __shared__ u32 ticket;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        fence_acq_rel_gpu();
+        ticket = atomicAdd(&group.p.state->arrived, 1);
+        fence_acq_rel_gpu();
+    }
+    __syncthreads();
+    last = ticket == gridDim.x - 1;
+    bool here = true;
+    if (threadIdx.x == 0 && !last) {
+        u32 polls = 0;
+        while (here && ld_acquire_gpu(&group.p.state->arrived) < gridDim.x) {
+            here = group.patient(polls, STAGE_BLOCKS, group.p.rank);
+        }
+    }
+    return __syncthreads_and(here);
+}
+
+// Ends a launch; called by all threads of all blocks, whatever happened. The last block brings the
+// state forward and tells the host of a failure.
+__device__ inline void leave(const Group& group) {
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    const GroupParams& p = group.p;
+    fence_acq_rel_gpu();
+    const u32 left = atomicAdd(&p.state->left, 1);
+    if ((left & ~Group::LEFT_EARLY) != gridDim.x - 1) return;
+    fence_acq_rel_gpu();
+    p.state->arrived = 0;
+    p.state->left = 0;
+    if (left & Group::LEFT_EARLY) {
+        const u64 abort = ld_relaxed_sys(group.abort_word(p.rank));
+        Report* report = p.report;
+        const u32 failed = p.state->failed;
+        report->operation = p.operation;
+        report->stage = failed;
+        report->missing = p.state->missing;
+        report->abort = abort;
+        fence_acq_rel_sys();
+        const bool gone = ld_relaxed_sys(p.gone) & p.state->missing;
+        st_relaxed_sys(&report->failed, failed == STAGE_NONE ? 2u : gone ? 3u : 1u);
+    }
+    if (p.advance) {
+        p.state->calls = group.call;
+        if (p.second_state) p.second_state->calls = group.call;
+    }
+}

@@ -240,7 +240,7 @@ fn lend(dispatched: Dispatched) -> Result<(ReceivedCounts, DispatchHandle, Vec<O
         Memory::new(View::of(&owner.as_tensor()), owner)
     };
     let outputs = vec![
-        Some(Loan::new(dispatched.x)?.memory().as_plain()),
+        Some(Loan::new(dispatched.x)?.memory().into_plain()),
         dispatched.scales.map(owned),
         dispatched.topk_idx.map(owned),
         dispatched.topk_weights.map(owned),

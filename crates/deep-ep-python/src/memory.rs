@@ -63,7 +63,7 @@ impl Memory {
     }
 
     /// The same memory with FP8 codes as bytes, which every version of every library takes.
-    pub(crate) fn as_plain(mut self) -> Self {
+    pub(crate) fn into_plain(mut self) -> Self {
         if self.view.dtype == "float8_e4m3fn" {
             self.view.dtype = "uint8";
         }

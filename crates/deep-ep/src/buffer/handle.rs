@@ -21,6 +21,8 @@ pub struct DispatchHandle(Arc<Data>);
 enum Data {
     Host(HostRoutes),
     Device(DeviceRoutes),
+    /// Another device handle's routes with source tokens for worst-case outputs.
+    Padded(DispatchHandle, OwnedTensor),
 }
 
 /// The tensors of a handle whose dispatch ran on a GPU; all lie there.
@@ -186,14 +188,22 @@ impl DispatchHandle {
         match &*self.0 {
             Data::Host(_) => None,
             Data::Device(parts) => Some(parts),
+            Data::Padded(handle, _) => handle.on_device(),
         }
+    }
+
+    /// A device handle of the same routes, whose source tokens are `recv_src_idx` `[W]` i32.
+    pub(crate) fn padded(&self, recv_src_idx: OwnedTensor) -> Self {
+        Self(Arc::new(Data::Padded(self.clone(), recv_src_idx)))
     }
 
     /// The host routes. A buffer checks that a handle fits its engine before an engine sees it.
     fn host(&self) -> &HostRoutes {
         match &*self.0 {
             Data::Host(routes) => routes,
-            Data::Device(_) => unreachable!("engines see handles of their own device only"),
+            Data::Device(_) | Data::Padded(..) => {
+                unreachable!("engines see handles of their own device only")
+            }
         }
     }
 
@@ -256,6 +266,7 @@ impl DispatchHandle {
         match &*self.0 {
             Data::Host(routes) => routes.rank,
             Data::Device(parts) => parts.rank,
+            Data::Padded(handle, _) => handle.rank(),
         }
     }
 
@@ -278,6 +289,7 @@ impl DispatchHandle {
                 routes.rank_prefix_matrix[(ranks - 1) * ranks + routes.rank.0] as usize
             }
             Data::Device(parts) => parts.recv_src_idx.shape()[0],
+            Data::Padded(_, src_idx) => src_idx.shape()[0],
         }
     }
 
@@ -290,6 +302,7 @@ impl DispatchHandle {
                 view(&routes.rank_prefix_matrix, &[ranks, ranks])
             }
             Data::Device(parts) => parts.rank_prefix_matrix.as_tensor(),
+            Data::Padded(handle, _) => handle.rank_prefix_matrix(),
         }
     }
 
@@ -298,6 +311,7 @@ impl DispatchHandle {
         match &*self.0 {
             Data::Host(routes) => view(&routes.channel_prefix, &[self.num_ranks(), 1]),
             Data::Device(parts) => parts.channel_prefix_matrix.as_tensor(),
+            Data::Padded(handle, _) => handle.channel_prefix_matrix(),
         }
     }
 
@@ -306,6 +320,7 @@ impl DispatchHandle {
         match &*self.0 {
             Data::Host(routes) => view(&routes.recv_channel_prefix, &[self.num_ranks(), 1]),
             Data::Device(parts) => parts.recv_channel_prefix_matrix.as_tensor(),
+            Data::Padded(handle, _) => handle.recv_channel_prefix_matrix(),
         }
     }
 
@@ -314,6 +329,7 @@ impl DispatchHandle {
         match &*self.0 {
             Data::Host(routes) => view(&routes.src_idx, &[routes.src_idx.len()]),
             Data::Device(parts) => parts.recv_src_idx.as_tensor(),
+            Data::Padded(_, src_idx) => src_idx.as_tensor(),
         }
     }
 
@@ -326,6 +342,7 @@ impl DispatchHandle {
             )
             .expect("routes have a byte for each token and rank"),
             Data::Device(parts) => parts.is_token_in_rank.as_tensor(),
+            Data::Padded(handle, _) => handle.is_token_in_rank(),
         }
     }
 
@@ -338,6 +355,7 @@ impl DispatchHandle {
                 view(&plan.slots, &[plan.routes.tokens(), plan.routes.ranks()])
             }
             Data::Device(parts) => parts.send_head.as_tensor(),
+            Data::Padded(handle, _) => handle.send_head(),
         }
     }
 

@@ -41,7 +41,11 @@ const WARPS: u64 = 16;
 /// Tokens that a thread looks at before anybody waits, as in dispatch.cu.
 const CHUNKS: u64 = 4;
 /// Slots that a block keeps in shared memory at most.
-const SLOTS: usize = 8192;
+const SLOTS: usize = 2048;
+/// Buffers of a block's bulk copies, as in bulk.cuh.
+const BUFFERS: u32 = 4 * 7;
+/// Rows of fewer bytes are loaded and stored by threads.
+const BULK_FROM: u32 = 512;
 
 /// Choices that travel with rows.
 fn choices<'a>(input: &DispatchInput<'a>) -> Option<TopK<'a>> {
@@ -62,6 +66,8 @@ pub(super) struct InFlight {
     landing: Arc<Piece>,
     layout: LandingLayout,
     handle: Option<HandleParts>,
+    /// Source tokens of worst-case outputs along a given handle.
+    padding: Option<Arc<Piece>>,
     counts: Option<ReceivedCounts>,
     expert_alignment: usize,
     worst: Option<usize>,
@@ -251,23 +257,55 @@ fn blank(group: GroupParams) -> DispatchParams {
         grain: 1,
         units: 1,
         slot_tokens: 0,
+        chunk: 0,
         copy_rows: 0,
         discard: 0,
         worst: 0,
-        reserved: 0,
     }
 }
 
-/// Bytes of dynamic shared memory, see `Shared` in dispatch.cu.
-fn shared_bytes(params: &DispatchParams) -> u64 {
+/// Bytes of the tables in dynamic shared memory, see `Shared` in dispatch.cu.
+fn table_bytes(params: &DispatchParams) -> u64 {
     let ranks = u64::from(params.group.ranks);
     let words = ranks * (ANNOUNCE_WORDS + 2 * ranks)
         + 3 * ranks
         + 1
         + u64::from(params.units)
-        + u64::from(params.slot_tokens) * ranks
-        + (CHUNKS * WARPS * ranks).max(params.experts.into());
-    words * 4
+        + u64::from(params.slot_tokens) * ranks;
+    (words * 4).next_multiple_of(128)
+}
+
+/// Bytes of dynamic shared memory: behind the tables, what is used while counting and later the
+/// buffers of bulk copies.
+fn shared_bytes(params: &DispatchParams) -> u64 {
+    let ranks = u64::from(params.group.ranks);
+    let counting = (CHUNKS * WARPS * ranks).max(params.experts.into()) * 4;
+    table_bytes(params) + counting.max(u64::from(BUFFERS) * u64::from(params.chunk))
+}
+
+/// Bytes of a buffer of bulk copies: a row, or an equal part of it. 0 where rows cannot be copied
+/// so: they are short, not aligned, or the GPU is too old.
+fn chunk(core: &Core, params: &DispatchParams) -> u32 {
+    let sends = params.phases & phase::MOVE != 0;
+    let copies = params.phases & phase::RECEIVE != 0 && params.copy_rows != 0;
+    let mut places = params.x | params.x_stride;
+    if copies {
+        places |= params.out_x | params.out_stride;
+    }
+    let room = u64::from(core.kernels.most_shared).saturating_sub(table_bytes(params));
+    let most = (room / u64::from(BUFFERS) / 128 * 128) as u32;
+    let possible = core.kernels.bulk
+        && (sends || copies)
+        && places.is_multiple_of(16)
+        && params.row_bytes >= BULK_FROM
+        && most >= BULK_FROM;
+    match possible {
+        true => params
+            .row_bytes
+            .div_ceil(params.row_bytes.div_ceil(most))
+            .next_multiple_of(16),
+        false => 0,
+    }
 }
 
 /// The program for a shape: constants for rows as models have them, which fill a warp's loop; one
@@ -298,6 +336,7 @@ fn launch(
     let tokens = units as usize * params.grain as usize;
     let fits = tokens * core.ranks <= SLOTS;
     params.slot_tokens = if fits { tokens as u32 } else { 0 };
+    params.chunk = chunk(core, &params);
     let function = core.kernels.get(key(&params), c"dispatch")?;
     let bytes = shared_bytes(&params);
     let shape = core.kernels.shape(blocks, THREADS, bytes, "num_experts")?;
@@ -318,11 +357,15 @@ impl InFlight {
             .unwrap_or_else(|| core.expected_rows(input.x.shape()[0]));
         let layout = LandingLayout::of(&params);
         let landing = core.block(layout.bytes(rows), purpose(input.landing))?;
-        let mut handle = None;
+        let (mut handle, mut padding) = (None, None);
         if !matches!(input.routes, Routes::Handle(_)) {
             let parts = HandleParts::new(core, input.x.shape()[0], rows)?;
             parts.describe(&mut params);
             handle = Some(parts);
+        } else if input.num_worst_tokens.is_some() {
+            let block = core.block(rows as u64 * 4, Purpose::Metadata)?;
+            params.src_idx = block.address();
+            padding = Some(Arc::new(block));
         }
         if recorded && !fused {
             landing.keep();
@@ -336,6 +379,7 @@ impl InFlight {
             landing: Arc::new(landing),
             layout,
             handle,
+            padding,
             counts: None,
             expert_alignment: input.expert_alignment,
             worst: input.num_worst_tokens,
@@ -552,7 +596,12 @@ impl InFlight {
 
     fn made_handle(&self, input: &DispatchInput<'_>, rows: usize) -> Result<DispatchHandle> {
         if let Routes::Handle(handle) = input.routes {
-            return Ok(handle.clone());
+            let Some(block) = &self.padding else {
+                return Ok(handle.clone());
+            };
+            let (at, device) = (block.address(), self.device);
+            let src_idx = device_tensor(at, DType::I32, &[rows], device, block)?;
+            return Ok(handle.padded(src_idx));
         }
         let parts = self.handle.as_ref().expect("made with the call");
         parts.handle(self.core.rank, self.device, rows, None)

@@ -18,8 +18,8 @@ use crate::{
     settings::Settings,
 };
 
-/// Shared memory of a block that the driver keeps for itself, and that kernels declare.
-const RESERVED_SHARED: u32 = 2048;
+/// Shared memory of a block that kernels declare, at most.
+const RESERVED_SHARED: u32 = 17 << 10;
 
 /// The kernels of one GPU.
 ///
@@ -28,7 +28,10 @@ const RESERVED_SHARED: u32 = 2048;
 /// for that, and nobody loads anything while a peer's kernel waits for this rank.
 pub(crate) struct Kernels {
     context: Arc<Context>,
-    most_shared: u32,
+    /// Bytes of dynamic shared memory that a block may use.
+    pub(crate) most_shared: u32,
+    /// Whether there are bulk copies through shared memory.
+    pub(crate) bulk: bool,
 }
 
 type Loaded = HashMap<(usize, Key, &'static CStr), Arc<Function>>;
@@ -61,6 +64,7 @@ impl Kernels {
                 .device
                 .shared_memory()?
                 .saturating_sub(RESERVED_SHARED),
+            bulk: context.device.compute_capability()?.major >= 9,
         })
     }
 

@@ -174,10 +174,10 @@ pub(crate) struct DispatchParams {
     pub(crate) grain: u32,
     pub(crate) units: u32,
     pub(crate) slot_tokens: u32,
+    pub(crate) chunk: u32,
     pub(crate) copy_rows: u32,
     pub(crate) discard: u32,
     pub(crate) worst: u32,
-    pub(crate) reserved: u32,
 }
 
 /// `LayoutParams`.
@@ -309,7 +309,7 @@ pub(crate) fn assertions() -> String {
             group, x, x_stride, scales, topk, weights, routes, slots, is_token_in_rank, rank_prefix, sent_rows, channel_starts,
             src_idx, out_x, out_stride, out_topk, out_weights, out_scales, result, reject_text,
             landing, capacity, tokens, row_bytes, scale_words, top_k, index_bytes, experts,
-            out_rows, route_source, terms, phases, ticket, grain, units, slot_tokens, copy_rows,
+            out_rows, route_source, terms, phases, ticket, grain, units, slot_tokens, chunk, copy_rows,
             discard, worst,
         }
         LayoutParams {

@@ -3,10 +3,11 @@
 use crate::engine::cuda::driver::nvrtc::Program;
 
 /// Texts that programs may include.
-const HEADERS: [(&str, &str); 8] = [
+const HEADERS: [(&str, &str); 9] = [
     ("ptx.cuh", include_str!("../kernels/ptx.cuh")),
     ("group.cuh", include_str!("../kernels/group.cuh")),
     ("announce.cuh", include_str!("../kernels/announce.cuh")),
+    ("bulk.cuh", include_str!("../kernels/bulk.cuh")),
     ("rows.cuh", include_str!("../kernels/rows.cuh")),
     ("sum.cuh", include_str!("../kernels/sum.cuh")),
     (

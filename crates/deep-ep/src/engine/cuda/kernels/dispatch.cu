@@ -3,6 +3,7 @@
 // Constants, each 0 if it is known only at run time: RANKS, TOP_K, ROW_BYTES.
 
 #include "announce.cuh"
+#include "bulk.cuh"
 #include "dispatch_params.cuh"
 #include "rows.cuh"
 
@@ -10,6 +11,29 @@ constexpr u32 THREADS = 512;
 constexpr u32 WARPS = THREADS / 32;
 // The last warp publishes what the others have sent.
 constexpr u32 DATA_WARPS = WARPS - 1;
+// Ranks that a lane looks after.
+constexpr u32 PER_LANE = RANKS == 0 || RANKS > 32 ? 2 : 1;
+
+using Ring = BulkRing<PER_LANE>;
+
+// What a warp does with rows. With bulk copies few warps move all rows, and the others what travels
+// with them; otherwise every warp does both.
+struct Crew {
+    // Number of the warp among those that do the same, and how many these are.
+    u32 id, size;
+    bool rows, metadata, bulk;
+
+    __device__ Crew(u32 warps, bool bulk_copies) : id(threadIdx.x / 32), size(warps), rows(true), metadata(true), bulk(bulk_copies) {
+        if (!bulk) return;
+        rows = id < BULK_WARPS;
+        metadata = !rows;
+        size = rows ? BULK_WARPS : warps - BULK_WARPS;
+        if (metadata) id -= BULK_WARPS;
+    }
+
+    // How often each token is counted when it is done.
+    __device__ static u32 parts(bool bulk_copies) { return bulk_copies ? 2 : 1; }
+};
 
 // The shape, from constants where they are known.
 struct Shape {
@@ -39,6 +63,8 @@ struct Shared {
     u32* warp_rows;
     // `[experts]`, at the same place: it is used later.
     u32* experts;
+    // Buffers of bulk copies, at the same place: they are used last.
+    u8* buffers;
     // i32 `[ranks, ranks]` in device memory, of a handle.
     const i32* own_prefix;
 
@@ -60,7 +86,9 @@ struct Shared {
         first_from = take(shape.ranks + 1);
         done = take(p.units);
         slots = reinterpret_cast<i32*>(take(p.slot_tokens * shape.ranks));
+        at += (128 - reinterpret_cast<u64>(at) % 128) % 128 / 4;
         warp_rows = experts = at;
+        buffers = reinterpret_cast<u8*>(at);
         own_prefix = reinterpret_cast<const i32*>(p.routes[2]);
     }
 
@@ -415,35 +443,45 @@ __device__ __forceinline__ RowTarget target_in(const DispatchParams& p, const Sh
     return to;
 }
 
-// Writes the row of the block's `i`-th token to every rank it goes to; to this one only if rows are
-// not copied out.
+// Sends the block's `i`-th token to every rank it goes to; to this one only if rows are not copied
+// out. All lanes.
 __device__ inline void send_token(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group,
-                                  u32 i, u64 token) {
+                                  const Crew& crew, Ring& ring, u32 i, u64 token) {
     const u32 lane = threadIdx.x % 32;
     const u8* row = reinterpret_cast<const u8*>(p.x) + token * p.x_stride;
     Travels travels;
-    travels.load(p, shape, token);
-    for (u32 first = 0; first < shape.ranks; first += 32) {
-        const u32 rank = first + lane;
+    if (crew.metadata) travels.load(p, shape, token);
+    u64 to[PER_LANE];
+    u32 place[PER_LANE], lanes[PER_LANE];
+#pragma unroll
+    for (u32 n = 0; n < PER_LANE; n++) {
+        const u32 rank = lane + 32 * n;
         i32 slot = -1;
-        u64 to = 0;
-        u32 place = 0;
+        to[n] = 0, place[n] = 0;
         if (rank < shape.ranks && !(rank == p.group.rank && p.copy_rows)) {
             slot = slot_of(p, shape, shared, i, token, rank);
         }
         if (slot >= 0) {
-            place = shared.first_at[rank] + u32(slot);
+            place[n] = shared.first_at[rank] + u32(slot);
             const Landing landing = landing_of(p, shape, shared, group, rank);
-            to = reinterpret_cast<u64>(landing.rows) + u64(place) * shape.row_bytes;
+            to[n] = reinterpret_cast<u64>(landing.rows) + u64(place[n]) * shape.row_bytes;
         }
-        const u32 lanes = __ballot_sync(~0u, slot >= 0);
-        if (lanes == 0) continue;
-        copy_row_to_each<false>(to, lanes, row, shape.row_bytes);
-        for (u32 rest = lanes; rest != 0; rest &= rest - 1) {
+        lanes[n] = __ballot_sync(~0u, slot >= 0);
+    }
+    if (crew.bulk && crew.rows) {
+        // Counted when it is written, also if it goes nowhere.
+        ring.push_row(row, shape.row_bytes, to, i / p.grain);
+        return;
+    }
+#pragma unroll
+    for (u32 n = 0; n < PER_LANE; n++) {
+        if (lanes[n] == 0) continue;
+        if (crew.rows) copy_row_to_each<false>(to[n], lanes[n], row, shape.row_bytes);
+        for (u32 rest = lanes[n]; rest != 0; rest &= rest - 1) {
             const u32 target = __ffs(rest) - 1;
-            const u32 at = __shfl_sync(~0u, place, target);
-            const Landing landing = landing_of(p, shape, shared, group, first + target);
-            travels.store(p, shape, token, first + target, target_in(p, shape, landing, at));
+            const u32 at = __shfl_sync(~0u, place[n], target);
+            const Landing landing = landing_of(p, shape, shared, group, target + 32 * n);
+            travels.store(p, shape, token, target + 32 * n, target_in(p, shape, landing, at));
         }
     }
 }
@@ -458,7 +496,7 @@ __device__ inline void publish(const DispatchParams& p, const Shape& shape, cons
         const u64 begin = share.token(u64(unit) * share.grain);
         if (begin >= p.tokens) break;
         const u32 tokens = min(share.grain, p.tokens - u32(begin));
-        while (ld_acquire_shared(&shared.done[unit]) < tokens) __nanosleep(20);
+        while (ld_acquire_shared(&shared.done[unit]) < tokens * Crew::parts(p.chunk != 0)) __nanosleep(20);
         __syncwarp();
         // Rows were written by other warps, whose counts were acquired above.
         fence_acq_rel_sys();
@@ -482,7 +520,8 @@ __device__ inline void publish(const DispatchParams& p, const Shape& shape, cons
 }
 
 // Sends this block's share.
-__device__ inline void move(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
+__device__ inline void move(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group,
+                            Ring& ring) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (u32 i = threadIdx.x; i < p.units; i += THREADS) shared.done[i] = 0;
     __syncthreads();
@@ -491,13 +530,17 @@ __device__ inline void move(const DispatchParams& p, const Shape& shape, const S
         return;
     }
     const Share share(p);
-    for (u64 i = warp; share.token(i - i % share.grain) < p.tokens; i += DATA_WARPS) {
+    const Crew crew(DATA_WARPS, p.chunk != 0);
+    if (crew.bulk && crew.rows) ring.take_memory();
+    for (u64 i = crew.id; share.token(i - i % share.grain) < p.tokens; i += crew.size) {
         const u64 token = share.token(i);
         if (token >= p.tokens) continue;
-        send_token(p, shape, shared, group, u32(i), token);
+        send_token(p, shape, shared, group, crew, ring, u32(i), token);
+        if (crew.bulk && crew.rows) continue;
         __syncwarp();
         if (lane == 0) red_release_shared(&shared.done[i / share.grain], 1);
     }
+    if (crew.bulk && crew.rows) ring.end();
 }
 
 // What the host wants to know, as soon as it is known. One block.
@@ -589,15 +632,30 @@ __device__ __forceinline__ u8* out_row(const DispatchParams& p, u32 row) {
     return reinterpret_cast<u8*>(p.out_x) + row * p.out_stride;
 }
 
+// Copies a row to an output row, by the ring or by loads and stores. All lanes.
+template <bool LANDED>
+__device__ __forceinline__ void place_row(const Shape& shape, const Crew& crew, Ring& ring, u8* to, const u8* from) {
+    if (!crew.bulk) {
+        copy_row<LANDED>(to, from, shape.row_bytes);
+        return;
+    }
+    u64 targets[PER_LANE] = {};
+    if (threadIdx.x % 32 == 0) targets[0] = reinterpret_cast<u64>(to);
+    ring.push_row(from, shape.row_bytes, targets, 0);
+}
+
 // Copies one of this rank's own tokens, the block's `i`-th, from the input to the output.
-__device__ inline void keep_token(const DispatchParams& p, const Shape& shape, const Shared& shared, u32 i, u64 token) {
+__device__ inline void keep_token(const DispatchParams& p, const Shape& shape, const Shared& shared, const Crew& crew,
+                                  Ring& ring, u32 i, u64 token) {
     const i32 slot = slot_of(p, shape, shared, i, token, p.group.rank);
     if (slot < 0) return;
     const u32 row = shared.first_from[p.group.rank] + u32(slot);
     if (row >= p.out_rows) return;
     Travels travels;
-    travels.load(p, shape, token);
-    copy_row<false>(out_row(p, row), reinterpret_cast<const u8*>(p.x) + token * p.x_stride, shape.row_bytes);
+    if (crew.metadata) travels.load(p, shape, token);
+    const u8* from = reinterpret_cast<const u8*>(p.x) + token * p.x_stride;
+    if (crew.rows) place_row<false>(shape, crew, ring, out_row(p, row), from);
+    if (!crew.metadata) return;
     RowTarget to;
     to.topk = p.out_topk ? p.out_topk + u64(row) * shape.top_k * p.index_bytes : 0;
     to.weights = p.out_weights ? p.out_weights + u64(row) * shape.top_k * 4 : 0;
@@ -646,15 +704,26 @@ struct Arrivals {
 };
 
 // Rows `first..end` from here have landed: copies them, with what came with them. All warps of a
-// block share them.
-__device__ inline void copy_landed(const DispatchParams& p, const Shape& shape, const Landing& landing, u32 first,
-                                   u32 end) {
+// crew share them.
+__device__ inline void copy_landed(const DispatchParams& p, const Shape& shape, const Landing& landing,
+                                   const Crew& crew, Ring& ring, u32 first, u32 end) {
     const u32 lane = threadIdx.x % 32;
-    for (u32 row = first + threadIdx.x / 32; row < end && row < p.out_rows; row += WARPS) {
+#if HAS_BULK
+    // What the flag said is there is there for bulk copies, too.
+    if (crew.bulk && crew.rows) fence_proxy_async();
+#endif
+    for (u32 row = first + crew.id; row < end && row < p.out_rows; row += crew.size) {
         Landed metadata;
-        metadata.load(p, shape, landing, row);
-        const u32 source = reinterpret_cast<const volatile u32*>(landing.src_idx)[row];
-        copy_row<true>(out_row(p, row), landing.rows + u64(row) * shape.row_bytes, shape.row_bytes);
+        u32 source = 0;
+        if (crew.metadata) {
+            metadata.load(p, shape, landing, row);
+            source = reinterpret_cast<const volatile u32*>(landing.src_idx)[row];
+        }
+        if (crew.rows) {
+            const u8* from = landing.rows + u64(row) * shape.row_bytes;
+            place_row<true>(shape, crew, ring, out_row(p, row), from);
+        }
+        if (!crew.metadata) continue;
         metadata.store(p, shape, landing, row);
         if (p.src_idx && lane == 0) reinterpret_cast<u32*>(p.src_idx)[row] = source;
     }
@@ -669,18 +738,21 @@ __device__ inline void note_landed(const DispatchParams& p, const Landing& landi
 }
 
 // Waits for everything that comes to this rank, and puts it and its own rows where they are wanted.
-__device__ inline void receive(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
+__device__ inline void receive(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group,
+                               Ring& ring) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 rank = p.group.rank;
     const Share share(p);
     const Landing landing = landing_of(p, shape, shared, group, rank);
     // The warps of a block copy a unit together; without copies each takes units of its own.
     const bool copies = p.copy_rows && !p.discard;
+    const Crew crew(WARPS, copies && p.chunk != 0);
     const u64 warps = u64(gridDim.x) * WARPS;
     Arrivals arrivals(p, shape, shared, copies ? blockIdx.x : u64(warp) * gridDim.x + blockIdx.x,
                       copies ? gridDim.x : warps);
+    if (crew.bulk && crew.rows) ring.take_memory();
     // The warp's next token of the block's share.
-    u64 own = warp;
+    u64 own = crew.id;
     const auto more_own = [&] { return copies && share.token(own - own % share.grain) < p.tokens; };
     u32 polls = 0;
     while (arrivals.more() || more_own()) {
@@ -694,7 +766,7 @@ __device__ inline void receive(const DispatchParams& p, const Shape& shape, cons
             const u32 before = shared.first_from[arrivals.source];
             first = before + __shfl_sync(~0u, first, 0), end = before + __shfl_sync(~0u, end, 0);
             if (copies) {
-                copy_landed(p, shape, landing, first, end);
+                copy_landed(p, shape, landing, crew, ring, first, end);
             } else if (!p.discard) {
                 note_landed(p, landing, first, end);
             }
@@ -702,14 +774,15 @@ __device__ inline void receive(const DispatchParams& p, const Shape& shape, cons
             polls = 0;
         } else if (more_own()) {
             const u64 token = share.token(own);
-            if (token < p.tokens) keep_token(p, shape, shared, u32(own), token);
-            own += WARPS;
+            if (token < p.tokens) keep_token(p, shape, shared, crew, ring, u32(own), token);
+            own += crew.size;
         } else {
             bool stay = true;
             if (lane == 0) stay = group.patient(polls, STAGE_ROWS, arrivals.source);
-            if (!__shfl_sync(~0u, stay, 0)) return;
+            if (!__shfl_sync(~0u, stay, 0)) break;
         }
     }
+    if (crew.bulk && crew.rows) ring.end();
     if (p.discard) return;
     if (!p.copy_rows && p.src_idx) {
         for (u64 i = threadIdx.x; share.token(i - i % share.grain) < p.tokens; i += THREADS) {
@@ -736,10 +809,13 @@ __device__ inline void receive(const DispatchParams& p, const Shape& shape, cons
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch(const __grid_constant__ DispatchParams p) {
-    extern __shared__ __align__(16) u8 memory[];
+    extern __shared__ __align__(128) u8 memory[];
+    __shared__ BulkShared<PER_LANE> bulk;
     const Shape shape(p);
     Shared shared(memory, p, shape);
     const Group group(p.group);
+    Ring ring(bulk, shared.buffers, max(p.chunk, 16u), shape.row_bytes, p.phases & PHASE_MOVE ? shared.done : nullptr);
+    if (p.chunk && threadIdx.x / 32 < BULK_WARPS) ring.begin();
     // Slots are found by every launch that needs them.
     if (p.phases != PHASE_RECEIVE || !p.discard) count(p, shape, shared, group);
     if (p.phases & (PHASE_MOVE | PHASE_RECEIVE) || p.phases == PHASE_REJECT) {
@@ -752,8 +828,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch(const __grid_c
                 tell_counts(p, shape, shared, group);
             }
             if (shared.all.verdict == VERDICT_OK) {
-                if (p.phases & PHASE_MOVE) move(p, shape, shared, group);
-                if (p.phases & PHASE_RECEIVE) receive(p, shape, shared, group);
+                if (p.phases & PHASE_MOVE) move(p, shape, shared, group, ring);
+                if (p.phases & PHASE_RECEIVE) receive(p, shape, shared, group, ring);
             }
         }
     }

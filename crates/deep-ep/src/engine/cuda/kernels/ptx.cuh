@@ -176,6 +176,9 @@ __device__ __forceinline__ void cp_async_bulk_store(void* global, u32 shared, u3
                  : "memory");
 }
 
+// What this thread has seen by loads comes before the bulk copies that it issues.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

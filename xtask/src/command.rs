@@ -31,7 +31,13 @@ pub(crate) fn target() -> PathBuf {
 pub(crate) fn cargo<A: AsRef<OsStr>>(args: impl IntoIterator<Item = A>) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(args).current_dir(root());
-    // Set for this task by the cargo that runs it; they say nothing about what it is to build.
+    for_cargo(&mut command);
+    command
+}
+
+/// Takes out of a command's environment what the cargo that runs this task has set for it: it says
+/// nothing about what another cargo is to build.
+pub(crate) fn for_cargo(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
         if name
             .to_str()
@@ -42,7 +48,6 @@ pub(crate) fn cargo<A: AsRef<OsStr>>(args: impl IntoIterator<Item = A>) -> Comma
     }
     command.env_remove("CARGO_MANIFEST_DIR");
     command.env_remove("CARGO_MANIFEST_PATH");
-    command
 }
 
 /// The command as one would type it.

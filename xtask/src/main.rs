@@ -1,4 +1,5 @@
-//! Tasks of this repository: `cargo xtask test`, `kernels`, `mutate`, `bench-cpu`.
+//! Tasks of this repository: `cargo xtask test`, `python`, `wheel`,
+//! `kernels`, `mutate`, `bench-cpu`.
 
 #![forbid(unsafe_code)]
 
@@ -7,6 +8,7 @@ mod command;
 mod kernels;
 mod mutate;
 mod mutations;
+mod python;
 mod test;
 
 use std::process::ExitCode;
@@ -18,6 +20,10 @@ use clap::Parser;
 enum Task {
     /// Test everything that can be tested on this machine
     Test(test::Args),
+    /// Test the Python package
+    Python(python::TestArgs),
+    /// Build the Python package's wheel
+    Wheel(python::Args),
     /// Compile every GPU kernel for every architecture, without a GPU
     Kernels(kernels::Args),
     /// Break the code in known ways and see that the tests notice
@@ -29,6 +35,8 @@ enum Task {
 fn main() -> ExitCode {
     let done = match Task::parse() {
         Task::Test(args) => test::run(&args),
+        Task::Python(args) => python::test(&args),
+        Task::Wheel(args) => python::run(&args),
         Task::Kernels(args) => kernels::run(&args),
         Task::Mutate(args) => mutate::run(&args),
         Task::BenchCpu(args) => bench_cpu::run(&args),

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::{
     command::{cargo, read, root, shown, succeed},
-    kernels,
+    kernels, python,
 };
 
 /// Memory that the large case takes, with room for what else runs.
@@ -21,6 +21,8 @@ pub(crate) struct Args {
     /// Leave the large case out even if there is memory for it
     #[arg(long)]
     skip_large: bool,
+    #[command(flatten)]
+    python: python::TestArgs,
 }
 
 /// Runs every step, the first that fails ends it.
@@ -37,6 +39,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     steps.run("documentation", doc)?;
     steps.run("tests", cargo(["test", "--workspace", "--locked"]))?;
     steps.run("kernels", kernels::tests()?)?;
+    for (name, command) in python::tests(&args.python)? {
+        steps.run(name, command)?;
+    }
     for example in examples()? {
         let run = ["run", "--locked", "-p", "deep-ep", "--example", &example];
         steps.run(&format!("example {example}"), cargo(run))?;
@@ -60,10 +65,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 /// The steps that are done, with their times.
 #[derive(Default)]
-struct Steps(Vec<(String, Duration)>);
+pub(crate) struct Steps(Vec<(String, Duration)>);
 
 impl Steps {
-    fn run(&mut self, name: &str, mut command: Command) -> Result<()> {
+    pub(crate) fn run(&mut self, name: &str, mut command: Command) -> Result<()> {
         println!("--- {name}: {}", shown(&command));
         let start = Instant::now();
         succeed(&mut command).with_context(|| format!("step {name}"))?;
@@ -73,7 +78,7 @@ impl Steps {
         Ok(())
     }
 
-    fn summary(&self) {
+    pub(crate) fn summary(&self) {
         println!();
         for (name, took) in &self.0 {
             println!("{:>8.1} s  {name}", took.as_secs_f64());

@@ -51,6 +51,7 @@
 //! | [`cuda`] | what NVIDIA GPUs are here, how fast their memory and links are; memory, streams and graphs for programs without a framework |
 //! | [`reference`](mod@reference) | the slow and obvious definition of every call, for tests |
 //! | [`settings`] | environment variables |
+//! | [`interrupt`] | giving up waits on request |
 
 #[cfg(not(target_os = "linux"))]
 compile_error!("deep-ep needs Linux: it shares memory by memfd and waits on futexes");
@@ -61,6 +62,7 @@ pub mod codec;
 pub mod dtype;
 pub(crate) mod engine;
 mod error;
+pub mod interrupt;
 pub mod memory;
 pub mod reference;
 pub mod routing;
@@ -70,7 +72,7 @@ pub mod topology;
 
 pub use bootstrap::Communicator;
 pub use buffer::{
-    Buffer, BufferConfig, CombineInput, CombineOutput, CombineRows, CombineWire, Combined,
+    Buffer, BufferConfig, Call, CombineInput, CombineOutput, CombineRows, CombineWire, Combined,
     DeviceLayout, DeviceRoutes, DispatchHandle, DispatchInput, DispatchOutput, Dispatched, Landing,
     Layout, Loan, LowLatencyCombineInput, LowLatencyConfig, LowLatencyDispatchInput,
     LowLatencyDispatchOutput, LowLatencyDispatched, LowLatencyHandle, MemoryUse, PendingCombine,

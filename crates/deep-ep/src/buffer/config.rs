@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::{
+    engine::cpu::low_latency_half_bytes,
     error::{Error, Result},
     routing::ExpertMap,
     settings::{EngineChoice, Settings},
@@ -42,6 +43,52 @@ pub struct LowLatencyConfig {
     pub num_experts: usize,
     /// Set to the largest `K` to make room for `exact` combines, which send one row per choice.
     pub exact_top_k: Option<usize>,
+}
+
+impl LowLatencyConfig {
+    /// Bytes of landing memory that each of `ranks` ranks needs for this capacity.
+    ///
+    /// # Errors
+    /// The capacity needs 2^62 bytes or more.
+    pub fn bytes(&self, ranks: usize) -> Result<usize> {
+        let half = low_latency_half_bytes(ranks, self).ok_or_else(|| {
+            Error::invalid(
+                "low_latency",
+                format!("{self:?}"),
+                "must need fewer than 2^62 bytes of landing memory",
+            )
+        })?;
+        Ok(2 * half)
+    }
+
+    /// A capacity of at least `bytes` bytes of landing memory, for callers who know only those: any
+    /// shape whose own [`bytes`](Self::bytes) are not more fits it.
+    ///
+    /// # Errors
+    /// `bytes` is 2^61 or more.
+    pub fn from_bytes(ranks: usize, bytes: usize) -> Result<Self> {
+        let of_tokens = |max_tokens_per_rank| Self {
+            max_tokens_per_rank,
+            hidden: 8,
+            num_experts: ranks,
+            exact_top_k: None,
+        };
+        let enough = |tokens| Ok::<_, Error>(of_tokens(tokens).bytes(ranks)? >= bytes);
+        // Doubled until it is enough, then narrowed down.
+        let (mut below, mut tokens) = (0, 1);
+        while !enough(tokens)? {
+            (below, tokens) = (tokens, tokens * 2);
+        }
+        while below + 1 < tokens {
+            let middle = below + (tokens - below) / 2;
+            if enough(middle)? {
+                tokens = middle;
+            } else {
+                below = middle;
+            }
+        }
+        Ok(of_tokens(tokens))
+    }
 }
 
 /// How a [`Buffer`](crate::Buffer) is made.
@@ -141,5 +188,27 @@ impl BufferConfig {
             ));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_capacity_by_bytes_holds_the_shape_whose_bytes_they_are() {
+        for (ranks, tokens, hidden) in [(1, 1, 8), (2, 128, 7168), (12, 77, 2048)] {
+            let wanted = LowLatencyConfig {
+                max_tokens_per_rank: tokens,
+                hidden,
+                num_experts: 2 * ranks,
+                exact_top_k: None,
+            };
+            let bytes = wanted.bytes(ranks).unwrap();
+            let found = LowLatencyConfig::from_bytes(ranks, bytes).unwrap();
+            let have = found.bytes(ranks).unwrap();
+            assert!((bytes..bytes + (1 << 20)).contains(&have), "{bytes} {have}");
+        }
+        assert!(LowLatencyConfig::from_bytes(2, usize::MAX).is_err());
     }
 }

@@ -58,6 +58,30 @@ pub struct Buffer {
     config: BufferConfig,
 }
 
+/// A call that all ranks make together, see [`Buffer::refuse`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Call {
+    /// [`Buffer::dispatch`].
+    Dispatch,
+    /// [`Buffer::combine`].
+    Combine,
+    /// [`Buffer::low_latency_dispatch`].
+    LowLatencyDispatch,
+    /// [`Buffer::low_latency_combine`].
+    LowLatencyCombine,
+}
+
+impl Call {
+    fn operation(self) -> Operation {
+        match self {
+            Self::Dispatch => Operation::Dispatch,
+            Self::Combine => Operation::Combine,
+            Self::LowLatencyDispatch => Operation::LowLatencyDispatch,
+            Self::LowLatencyCombine => Operation::LowLatencyCombine,
+        }
+    }
+}
+
 impl Buffer {
     /// Makes a buffer. Collective: settings that must agree are exchanged, and every rank maps the
     /// symmetric memory of its peers.
@@ -299,6 +323,12 @@ impl Buffer {
             self.engine.set_mask(Rank(rank), false);
         }
         Ok(())
+    }
+
+    /// Takes part in `call` only to tell the peers that this rank cannot make it, so that they do not
+    /// wait for it: for front ends that find something unusable before it is a tensor.
+    pub fn refuse(&self, call: Call, reject: &Reject) {
+        self.engine.reject(call.operation(), reject);
     }
 
     fn check_shrink(&self) -> Result<()> {

@@ -2,11 +2,12 @@
 
 use std::{
     panic::resume_unwind,
+    rc::Rc,
     thread,
     time::{Duration, Instant},
 };
 
-use deep_ep::{Buffer, BufferConfig, Error};
+use deep_ep::{Buffer, BufferConfig, Error, Rank, interrupt};
 
 use super::{
     Meeting, on_ends, on_ranks,
@@ -165,5 +166,35 @@ fn the_deadline_comes_from_the_environment() {
         assert_eq!(named, "[2]", "{error}");
         assert!(took >= Duration::from_millis(1450), "{took:?}: {error}");
         assert!(took < Duration::from_millis(2500), "{took:?}: {error}");
+    }
+}
+
+#[test]
+fn a_rank_that_is_asked_to_stop_ends_the_call_of_all_ranks() {
+    for kind in Kind::ALL {
+        let start = Instant::now();
+        let done = Meeting::new(RANKS);
+        let outcomes = on_ranks(RANKS, &config(Duration::from_secs(60)), |buffer| {
+            work::round(&buffer, kind, 1, &mut |_| ()).unwrap();
+            let me = buffer.rank().0;
+            let round = || work::round(&buffer, kind, 2, &mut |_| ()).unwrap_err();
+            let asked = Rc::new(move || start.elapsed() > Duration::from_millis(200));
+            let error = match me {
+                VICTIM => None,
+                0 => Some(interrupt::with_check(asked, round)),
+                _ => Some(round()),
+            };
+            done.wait();
+            error
+        });
+        for outcome in outcomes.into_iter().take(VICTIM) {
+            let error = outcome.unwrap().unwrap();
+            assert!(
+                matches!(error, Error::Aborted { by: Rank(0), .. }),
+                "{error}"
+            );
+            assert_eq!(work::ranks_named(&error), [VICTIM], "{error}");
+        }
+        assert!(start.elapsed() < Duration::from_secs(5));
     }
 }

@@ -19,6 +19,7 @@ use crate::{
     bootstrap::{Communicator, Subscription},
     engine::Operation,
     error::{Error, Result},
+    interrupt,
     memory::{
         futex,
         region::{Region, Window},
@@ -377,8 +378,12 @@ impl Group {
                 missing.retain(|rank| !absentees.contains(rank));
                 return Ok(absentees);
             }
+            if interrupt::requested() {
+                self.abort(at, missing);
+                self.check_abort()?;
+            }
             // Whatever rings the doorbell is looked for once more before sleeping.
-            self.sleep(self.timeout - waited, || {
+            self.sleep(interrupt::slice(self.timeout - waited), || {
                 Ok(pass(missing)? || self.has_ended(missing))
             })?;
         }

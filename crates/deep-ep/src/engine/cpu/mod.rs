@@ -79,6 +79,8 @@ mod workers;
 
 use std::sync::{Arc, atomic::Ordering};
 
+pub(crate) use self::low_latency::half_bytes as low_latency_half_bytes;
+
 use self::{
     announce::{Announcement, Terms, gather},
     control::Layout as ControlLayout,

@@ -1,0 +1,116 @@
+"""Trains a small MoE layer on ranks that are threads of this process, on the CPU.
+
+The same training in one process, with all experts in one place, must give the same losses and
+weights.
+
+    python examples/train_moe.py
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+import deep_ep
+from deep_ep.nn import Experts, MoELayer
+
+RANKS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, TOKENS = 4, 8, 2, 32, 48, 24
+RATE = 0.5
+
+
+def data(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets of one rank in one step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(TOKENS + rank, HIDDEN, generator=generator)
+    return x, torch.roll(x, 1, dims=1).sin()
+
+
+def initial() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights of the router and of all experts."""
+    generator = torch.Generator().manual_seed(7)
+    return (
+        torch.randn(EXPERTS, HIDDEN, generator=generator) * 0.2,
+        torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=generator) * HIDDEN**-0.5,
+        torch.randn(EXPERTS, INTERMEDIATE, HIDDEN, generator=generator) * INTERMEDIATE**-0.5,
+    )
+
+
+def distributed(group: deep_ep.Group, steps: int) -> tuple[list[float], list[torch.Tensor]]:
+    """One rank's training: its losses, and the router's and its experts' weights."""
+    rank = group.rank()
+    layer = MoELayer(deep_ep.Buffer(group), HIDDEN, INTERMEDIATE, EXPERTS, TOP_K)
+    local = slice(rank * EXPERTS // RANKS, (rank + 1) * EXPERTS // RANKS)
+    router, w1, w2 = initial()
+    with torch.no_grad():
+        layer.router.weight.copy_(router)
+        layer.experts.w1.copy_(w1[local])
+        layer.experts.w2.copy_(w2[local])
+    losses = []
+    for step in range(steps):
+        x, target = data(rank, step)
+        loss = ((layer(x) - target) ** 2).sum() / (TOKENS * RANKS * HIDDEN)
+        layer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            # The router is on every rank: its gradient is the sum over them.
+            gradient = layer.router.weight.grad
+            assert gradient is not None
+            parts = group.all_gather(gradient.numpy().tobytes())
+            whole = [torch.frombuffer(bytearray(part), dtype=torch.float32) for part in parts]
+            layer.router.weight -= RATE * torch.stack(whole).sum(0).view_as(gradient)
+            for weight in layer.experts.parameters():
+                assert weight.grad is not None
+                weight -= RATE * weight.grad
+    return losses, [p.detach() for p in (layer.router.weight, layer.experts.w1, layer.experts.w2)]
+
+
+def dense(steps: int) -> tuple[list[float], list[torch.Tensor]]:
+    """The same training in one place: every expert sees every token."""
+    router, w1, w2 = (weight.requires_grad_() for weight in initial())
+    experts = Experts(EXPERTS, HIDDEN, INTERMEDIATE)
+    losses = []
+    for step in range(steps):
+        batches = [data(rank, step) for rank in range(RANKS)]
+        x, target = (torch.cat(parts) for parts in zip(*batches))
+        scores = (x @ router.T).softmax(dim=-1)
+        weights, idx = scores.topk(TOP_K, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        gate = torch.zeros_like(scores).scatter(1, idx, weights)
+        with torch.no_grad():
+            experts.w1.copy_(w1)
+            experts.w2.copy_(w2)
+        every = torch.stack([torch.nn.functional.silu(x @ w1[e]) @ w2[e] for e in range(EXPERTS)], dim=1)
+        result = (every * gate[:, :, None]).sum(dim=1)
+        loss = ((result - target) ** 2).sum() / (TOKENS * RANKS * HIDDEN)
+        gradients = torch.autograd.grad(loss, (router, w1, w2))
+        losses.append(loss.item())
+        with torch.no_grad():
+            for weight, gradient in zip((router, w1, w2), gradients):
+                weight -= RATE * gradient
+    return losses, [weight.detach() for weight in (router, w1, w2)]
+
+
+def main() -> None:
+    """Trains both ways and compares."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    steps = parser.parse_args().steps
+    ranks = deep_ep.run_local(lambda group: distributed(group, steps), RANKS)
+    expected, weights = dense(steps)
+    losses = [sum(parts) for parts in zip(*(losses for losses, _ in ranks))]
+    for step, (one, other) in enumerate(zip(losses, expected)):
+        print(f"step {step:3}  loss {one:.6f}  in one process {other:.6f}")
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    router, w1, w2 = weights
+    for _, (mine, *_) in ranks:
+        torch.testing.assert_close(mine, router, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(torch.cat([w[1] for _, w in ranks]), w1, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(torch.cat([w[2] for _, w in ranks]), w2, rtol=1e-3, atol=1e-4)
+    assert losses[-1] < losses[0], "the loss did not fall"
+    print("losses and weights are those of the training in one process")
+
+
+if __name__ == "__main__":
+    main()

@@ -40,6 +40,8 @@ const THREADS: u32 = 512;
 const WARPS: u64 = 16;
 /// Tokens that a thread looks at before anybody waits, as in dispatch.cu.
 const CHUNKS: u64 = 4;
+/// From so many blocks on, some send to other ranks and the rest keep this rank's rows.
+const CREWS_FROM: u32 = 20;
 /// Slots that a block keeps in shared memory at most.
 const SLOTS: usize = 8192;
 
@@ -253,10 +255,10 @@ fn blank(group: GroupParams) -> DispatchParams {
         grain: 1,
         units: 1,
         slot_tokens: 0,
+        remote_blocks: 0,
         copy_rows: 0,
         discard: 0,
         worst: 0,
-        reserved: 0,
     }
 }
 
@@ -295,7 +297,18 @@ fn launch(
     stream: Option<&Stream>,
 ) -> Result<()> {
     let mut params = *params;
-    let units = params.tokens.div_ceil(params.grain).div_ceil(blocks).max(1);
+    let keeps = params.phases & phase::MOVE != 0 && params.copy_rows == 0;
+    params.remote_blocks = if keeps {
+        remote_blocks(core, blocks)
+    } else {
+        0
+    };
+    // The smaller crew has the longer shares.
+    let crew = match params.remote_blocks {
+        0 => blocks,
+        remote => remote.min(blocks - remote),
+    };
+    let units = params.tokens.div_ceil(params.grain).div_ceil(crew).max(1);
     params.units = units;
     let tokens = units as usize * params.grain as usize;
     let fits = tokens * core.ranks <= SLOTS;
@@ -634,8 +647,21 @@ fn describe(core: &Core, input: &DispatchInput<'_>, send_sms: u32) -> Result<Dis
     }
     params.experts = experts as u32;
     params.terms = terms(input, &params, topk.as_ref()).word();
-    params.grain = grain(tokens as u32, send_sms);
+    let senders = match (input.landing, remote_blocks(core, send_sms)) {
+        (Landing::Caller, _) | (Landing::Loan, 0) => send_sms,
+        (Landing::Loan, remote) => remote,
+    };
+    params.grain = grain(tokens as u32, senders);
     Ok(params)
+}
+
+/// Blocks of a launch that send to other ranks only, while the rest keep this rank's rows; 0: all do
+/// both.
+fn remote_blocks(core: &Core, blocks: u32) -> u32 {
+    match core.ranks > 1 && blocks >= CREWS_FROM {
+        true => blocks / 2,
+        false => 0,
+    }
 }
 
 /// Tokens that share a flag: about 32, so that all blocks have as many units, and no more units

@@ -177,10 +177,10 @@ pub(crate) struct DispatchParams {
     pub(crate) grain: u32,
     pub(crate) units: u32,
     pub(crate) slot_tokens: u32,
+    pub(crate) remote_blocks: u32,
     pub(crate) copy_rows: u32,
     pub(crate) discard: u32,
     pub(crate) worst: u32,
-    pub(crate) reserved: u32,
 }
 
 /// `LayoutParams`.
@@ -325,7 +325,7 @@ pub(crate) fn assertions() -> String {
             group, x, x_stride, scales, topk, weights, routes, slots, is_token_in_rank, rank_prefix, sent_rows, channel_starts,
             src_idx, out_x, out_stride, out_topk, out_weights, out_scales, result, reject_text,
             landing, capacity, tokens, row_bytes, scale_words, top_k, index_bytes, experts,
-            out_rows, route_source, terms, phases, ticket, grain, units, slot_tokens, copy_rows,
+            out_rows, route_source, terms, phases, ticket, grain, units, slot_tokens, remote_blocks, copy_rows,
             discard, worst,
         }
         LayoutParams {

@@ -72,22 +72,32 @@ struct Shared {
     }
 };
 
-// The tokens of a block: units of p.grain neighbours, in turn with the other blocks.
+// The tokens of a block: units of p.grain neighbours, in turn with the other blocks that do the
+// same. With p.remote_blocks that many blocks send to other ranks, and the rest keep this rank's own
+// rows: stores over a link and to memory hold each other up less on different SMs.
 struct Share {
-    u32 grain;
+    u32 grain, block, blocks;
+    bool remote, own;
 
-    __device__ explicit Share(const DispatchParams& p) : grain(p.grain) {}
+    __device__ explicit Share(const DispatchParams& p)
+        : grain(p.grain), block(blockIdx.x), blocks(gridDim.x), remote(true), own(true) {
+        if (p.remote_blocks == 0) return;
+        remote = blockIdx.x < p.remote_blocks;
+        own = !remote;
+        blocks = remote ? p.remote_blocks : gridDim.x - p.remote_blocks;
+        if (own) block -= p.remote_blocks;
+    }
 
     // The block's `i`-th token; it is past the last one where there is none.
     __device__ __forceinline__ u64 token(u64 i) const {
-        return (blockIdx.x + i / grain * gridDim.x) * u64(grain) + i % grain;
+        return (block + i / grain * blocks) * u64(grain) + i % grain;
     }
 
     // Which of this block's tokens it is; false if it is another block's.
     __device__ __forceinline__ bool find(u32 token, u32& i) const {
         const u32 unit = token / grain;
-        i = unit / gridDim.x * grain + token % grain;
-        return unit % gridDim.x == blockIdx.x;
+        i = unit / blocks * grain + token % grain;
+        return unit % blocks == block;
     }
 };
 
@@ -418,7 +428,7 @@ __device__ __forceinline__ RowTarget target_in(const DispatchParams& p, const Sh
 // Writes the row of the block's `i`-th token to every rank it goes to; to this one only if rows are
 // not copied out.
 __device__ inline void send_token(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group,
-                                  u32 i, u64 token) {
+                                  const Share& share, u32 i, u64 token) {
     const u32 lane = threadIdx.x % 32;
     const u8* row = reinterpret_cast<const u8*>(p.x) + token * p.x_stride;
     Travels travels;
@@ -428,7 +438,8 @@ __device__ inline void send_token(const DispatchParams& p, const Shape& shape, c
         i32 slot = -1;
         u64 to = 0;
         u32 place = 0;
-        if (rank < shape.ranks && !(rank == p.group.rank && p.copy_rows)) {
+        const bool mine = rank == p.group.rank ? share.own && !p.copy_rows : share.remote;
+        if (rank < shape.ranks && mine) {
             slot = slot_of(p, shape, shared, i, token, rank);
         }
         if (slot >= 0) {
@@ -454,7 +465,7 @@ __device__ inline void publish(const DispatchParams& p, const Shape& shape, cons
     const u32 lane = threadIdx.x % 32;
     const Share share(p);
     for (u32 unit = 0; unit < p.units; unit++) {
-        const u32 index = blockIdx.x + unit * gridDim.x;
+        const u32 index = share.block + unit * share.blocks;
         const u64 begin = share.token(u64(unit) * share.grain);
         if (begin >= p.tokens) break;
         const u32 tokens = min(share.grain, p.tokens - u32(begin));
@@ -486,15 +497,15 @@ __device__ inline void move(const DispatchParams& p, const Shape& shape, const S
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (u32 i = threadIdx.x; i < p.units; i += THREADS) shared.done[i] = 0;
     __syncthreads();
+    const Share share(p);
     if (warp == DATA_WARPS) {
-        publish(p, shape, shared, group);
+        if (share.remote) publish(p, shape, shared, group);
         return;
     }
-    const Share share(p);
     for (u64 i = warp; share.token(i - i % share.grain) < p.tokens; i += DATA_WARPS) {
         const u64 token = share.token(i);
         if (token >= p.tokens) continue;
-        send_token(p, shape, shared, group, u32(i), token);
+        send_token(p, shape, shared, group, share, u32(i), token);
         __syncwarp();
         if (lane == 0) red_release_shared(&shared.done[i / share.grain], 1);
     }

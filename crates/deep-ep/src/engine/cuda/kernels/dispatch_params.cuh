@@ -88,13 +88,14 @@ struct DispatchParams {
     u32 units;
     // Tokens of a block whose slots there is shared memory for; 0: there is not enough.
     u32 slot_tokens;
+    // Blocks that send to other ranks only, the others keeping this rank's rows; 0: all do both.
+    u32 remote_blocks;
     // 1: own rows and landed rows are copied to out_x; 0: they are at their place when they land.
     u32 copy_rows;
     // 1: nothing is put anywhere: rows are only waited for, because the call was given up.
     u32 discard;
     // 1: out_rows is a worst case; what lies behind the rows gets index -1.
     u32 worst;
-    u32 reserved;
 };
 
 // Results for the host, in words. `ranks` of the last three, then experts of this rank.

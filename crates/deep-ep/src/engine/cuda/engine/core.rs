@@ -91,6 +91,7 @@ pub(crate) struct Core {
     open: Mutex<Option<Open>>,
     /// High-throughput calls begun.
     begun: AtomicU64,
+    calls: AtomicU64,
     /// For what ranks settle on the host.
     communicator: Communicator,
     /// Most rows that a dispatch has brought.
@@ -125,6 +126,9 @@ impl Core {
         let start = fixed.saturating_add(config.scale_up_bytes as u64);
         let reserve = config.max_bytes.map_or(0, |max| (max as u64).max(fixed));
         let symmetric = Symmetric::new(communicator, &context, reserve, start, config.timeout)?;
+        for rank in 0..ranks {
+            tracing::debug!(rank, gpu = %symmetric.gpu_of(rank), "memory mapped");
+        }
         let made = Self::with_memory(communicator, config, context, control, symmetric, fixed);
         communicator.all_succeed(made)
     }
@@ -184,6 +188,7 @@ impl Core {
             }),
             open: Mutex::default(),
             begun: AtomicU64::new(0),
+            calls: AtomicU64::new(0),
             communicator: communicator.clone(),
             most_rows: AtomicUsize::new(0),
             fork: Event::untimed(&context)?,
@@ -298,8 +303,19 @@ impl Core {
         Ok(on)
     }
 
+    /// A call was begun.
+    pub(crate) fn count_call(&self) {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Calls begun.
+    pub(crate) fn calls(&self) -> u64 {
+        self.calls.load(Ordering::Relaxed)
+    }
+
     /// The number of a call that begins; see [`check_current`](Self::check_current).
     pub(crate) fn number(&self) -> u64 {
+        self.count_call();
         self.begun.fetch_add(1, Ordering::AcqRel) + 1
     }
 

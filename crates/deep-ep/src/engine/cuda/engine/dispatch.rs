@@ -515,7 +515,6 @@ impl InFlight {
                     number(result_word::DETAIL)?,
                     number(result_word::DETAIL + 2)?,
                 ],
-                top_k: self.params.top_k as usize,
                 num_experts: self.params.experts as usize,
             }));
         }

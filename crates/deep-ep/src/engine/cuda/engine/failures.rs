@@ -51,8 +51,6 @@ pub(crate) struct Concluded {
     pub(crate) rank: u32,
     pub(crate) status: u32,
     pub(crate) detail: [u64; 2],
-    /// Choices of a token, to say where a bad id is.
-    pub(crate) top_k: usize,
     pub(crate) num_experts: usize,
 }
 
@@ -146,7 +144,6 @@ impl Failures {
             rank: seen.verdict_rank,
             status: seen.verdict_status,
             detail: seen.verdict_detail,
-            top_k: 0,
             num_experts: 0,
         }))
     }
@@ -204,11 +201,8 @@ impl Failures {
 }
 
 fn bad_id(what: &Concluded) -> Reject {
-    let place = what.detail[0];
-    let argument = match what.top_k as u64 {
-        0 => format!("topk_idx (element {place})"),
-        top_k => format!("topk_idx[{}, {}]", place / top_k, place % top_k),
-    };
+    let (token, choice) = (what.detail[0] >> 8, what.detail[0] & 0xff);
+    let argument = format!("topk_idx[{token}, {choice}]");
     let limit = match what.num_experts {
         0 => "must be below num_experts".to_owned(),
         experts => format!("must be below num_experts = {experts}"),

@@ -254,6 +254,7 @@ impl Engine for CudaEngine {
 
     fn statistics(&self) -> Statistics {
         Statistics {
+            calls: self.core.calls(),
             wire_bytes: self.low_latency.wire_bytes(),
             memory: self.core.memory_use(vec![
                 ("control words", self.core.control.bytes),

@@ -111,7 +111,6 @@ pub(crate) mod route_source {
 
 /// `Verdict`.
 pub(crate) mod verdict {
-    pub(crate) const REJECTED: u32 = 1;
     pub(crate) const DIFFER: u32 = 2;
     pub(crate) const HANDLE: u32 = 3;
     pub(crate) const OVERFLOW: u32 = 4;
@@ -121,7 +120,6 @@ pub(crate) mod verdict {
 
 /// `Status`.
 pub(crate) mod status {
-    pub(crate) const HOST: u32 = 1;
     pub(crate) const EXPERT_ID: u32 = 2;
 }
 

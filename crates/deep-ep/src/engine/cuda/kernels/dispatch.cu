@@ -245,10 +245,11 @@ __device__ inline u32 announce_status(const DispatchParams& p, const Shape& shap
         id = u64(index_at(p.topk, p.index_bytes, u32(bad / shape.top_k), u32(bad % shape.top_k)));
     }
     const u8* host = reinterpret_cast<const u8*>(p.reject_text);
+    const u64 place = id_place(bad, shape.top_k);
     for (u32 i = threadIdx.x; i < shape.ranks * TEXT_BYTES; i += THREADS) {
         const u32 at = i % TEXT_BYTES;
         const u8 value = status == STATUS_HOST ? host[at]
-                         : at < 8              ? u8(bad >> (at * 8))
+                         : at < 8              ? u8(place >> (at * 8))
                          : at < 16             ? u8(id >> (at % 8 * 8))
                                                : u8(0);
         group.text(i / TEXT_BYTES, p.group.rank)[at] = value;

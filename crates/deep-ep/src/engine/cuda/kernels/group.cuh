@@ -40,6 +40,11 @@ enum Status {
     STATUS_EXPERT_ID = 2,
 };
 
+// Token and choice of element `index` of a `[tokens, top_k]` tensor, as a reject's text has them.
+__device__ __forceinline__ u64 id_place(u64 index, u32 top_k) {
+    return top_k == 0 ? index : index / top_k << 8 | index % top_k;
+}
+
 // What all ranks conclude from all announcements. Smaller is stronger.
 enum Verdict {
     VERDICT_REJECTED = 1,

@@ -250,11 +250,12 @@ __device__ inline void announce(const Call& call, const Shape& shape, u64 bad, c
         const u8* host = reinterpret_cast<const u8*>(p.reject_text);
         const u64 value =
             status == STATUS_HOST ? 0 : u64(choice_at(p, u32(bad / shape.top_k), u32(bad % shape.top_k)));
+        const u64 place = id_place(bad, shape.top_k);
         for (u32 i = threadIdx.x; i < shape.ranks * TEXT_BYTES; i += THREADS) {
             const u32 at = i % TEXT_BYTES, to = i / TEXT_BYTES;
             if (call.is_masked(to)) continue;
             call.group.text(to, call.me())[at] = status == STATUS_HOST ? host[at]
-                                                 : at < 8              ? u8(bad >> (at * 8))
+                                                 : at < 8              ? u8(place >> (at * 8))
                                                  : at < 16             ? u8(value >> (at % 8 * 8))
                                                                        : u8(0);
         }

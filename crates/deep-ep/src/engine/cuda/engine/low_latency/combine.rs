@@ -10,6 +10,7 @@ use super::{
     params::{Cube, LowLatencyCombineParams, phase},
     receiving, threads,
 };
+use crate::engine::cuda::engine::control::ANNOUNCE_WORDS;
 use crate::{
     buffer::{CombineWire, LowLatencyCombineInput, check_low_latency_combined},
     engine::{
@@ -163,7 +164,7 @@ fn shared_bytes(params: &LowLatencyCombineParams, blocks: u32) -> u64 {
     let common = &params.common;
     let ranks = u64::from(common.group.ranks);
     let turns = u64::from(FLAGS.div_ceil(blocks));
-    (9 * ranks + u64::from(common.experts) + turns * ranks) * 4
+    ((1 + ANNOUNCE_WORDS) * ranks + u64::from(common.experts) + turns * ranks) * 4
 }
 
 fn launch(

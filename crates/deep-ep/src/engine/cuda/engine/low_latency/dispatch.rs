@@ -9,6 +9,7 @@ use super::{
     params::{Cube, LowLatencyDispatchParams},
     receiving, threads,
 };
+use crate::engine::cuda::engine::control::ANNOUNCE_WORDS;
 use crate::{
     buffer::{
         LowLatencyDispatchInput, LowLatencyDispatchOutput, LowLatencyHandle, RowFormat,
@@ -185,7 +186,8 @@ fn key(params: &LowLatencyDispatchParams) -> LowLatencyKey {
 fn shared_bytes(params: &LowLatencyDispatchParams) -> u64 {
     let common = &params.common;
     let (ranks, top_k) = (u64::from(common.group.ranks), u64::from(common.top_k));
-    BATCH * top_k * 8 + (BATCH + u64::from(common.experts) + 10 * ranks) * 4
+    let words = BATCH + u64::from(common.experts) + (2 + ANNOUNCE_WORDS) * ranks;
+    BATCH * top_k * 8 + words * 4
 }
 
 fn launch(

@@ -166,6 +166,7 @@ impl LowLatency {
         self: &Arc<Self>,
         input: &LowLatencyDispatchInput<'_>,
     ) -> Result<Box<dyn LowLatencyDispatchCall>> {
+        self.core.count_call();
         dispatch::begin(self, input)
             .map_err(|error| self.reject_for(Operation::LowLatencyDispatch, error))
     }
@@ -175,6 +176,7 @@ impl LowLatency {
         self: &Arc<Self>,
         input: &mut LowLatencyCombineInput<'_>,
     ) -> Result<Box<dyn LowLatencyCombineCall>> {
+        self.core.count_call();
         combine::begin(self, input)
             .map_err(|error| self.reject_for(Operation::LowLatencyCombine, error))
     }

@@ -6,7 +6,7 @@ use deep_ep::{
 };
 use half::bf16;
 
-use super::{buffer, buffer_for};
+use super::buffer_for;
 use crate::{
     high_throughput::{self, Calls},
     launch::{Job, Launch, Params, config, run, run_both},

@@ -89,6 +89,25 @@ struct Call {
         return true;
     }
 
+    // Waits for word `w` of an announcement, behind its fixed words: 0 if the rank rejects the call or
+    // counts other experts, since then there may be no such word.
+    __device__ __forceinline__ bool wait_count(const u64* announcement, u32 w, u32& value, u32 peer) const {
+        u32 polls = 0;
+        u64 word;
+        while (u32((word = ld_relaxed_sys(announcement + w)) >> 32) != group.tag()) {
+            const u64 status = ld_relaxed_sys(announcement + WORD_STATUS);
+            const u64 experts = ld_relaxed_sys(announcement + WORD_EXPERTS);
+            const bool known = u32(status >> 32) == group.tag() && u32(experts >> 32) == group.tag();
+            if (known && (u32(status) != STATUS_OK || u32(experts) != p.experts)) {
+                value = 0;
+                return true;
+            }
+            if (!patient(polls, STAGE_COUNTS, peer)) return false;
+        }
+        value = u32(word);
+        return true;
+    }
+
     // Waits for a flag: what was written before it is seen afterwards.
     __device__ __forceinline__ bool wait_flag(const u64* flag, u32& first, u32& end, u32 stage, u32 peer) const {
         u32 polls = 0;
@@ -322,7 +341,9 @@ __device__ inline bool gather(const Call& call, const Shape& shape, Sources& sou
         u32 value = 0;
         bool here = !call.is_masked(source);
         if (here) {
-            here = call.wait_word(call.group.announcement(call.me(), source) + w, value, STAGE_COUNTS, source);
+            const u64* words_of = call.group.announcement(call.me(), source);
+            here = w >= WORD_COUNTS ? call.wait_count(words_of, w, value, source)
+                                    : call.wait_word(words_of + w, value, STAGE_COUNTS, source);
             if (!here) {
                 atomicOr(&sources.lost, u64(1) << source);
                 if (!call.goes_on()) sources.failed = 1;

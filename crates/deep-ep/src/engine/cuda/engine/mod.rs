@@ -1,4 +1,62 @@
 //! The CUDA engine: kernels that write rows into each other's memory.
+//!
+//! # Protocol of the high-throughput calls
+//!
+//! Every rank maps every rank's region (`control.rs` says where words are). A call has a
+//! number `n`, the same on all ranks, which each GPU counts in its own memory, so that a replayed
+//! graph counts on. Words are 64 bits: the low half of `n` above, 32 bits of value below; a word is
+//! whole, says of which call it is, and is never cleared.
+//!
+//! ```text
+//! dispatch, rank s to rank d                                                kernel
+//!   s  counts its rows for every rank; finds the slots of its tokens          send
+//!   s -> all  announcement: terms, rows for every rank, where rows for s land send
+//!   s  waits for all announcements; all ranks conclude the same               send
+//!   s  rows and what travels with them to base(d) + slot of d's landing block send
+//!   s -> d  flag: rows first..end of a unit of tokens are there               send
+//!   d  waits for flags; rows are at their place (loan), or are copied out     receive
+//! combine, rank d to owner s
+//!   s -> all  announcement: terms, rows it sent and got, where they land      send
+//!   d  waits for all announcements                                            send
+//!   d  rows of s to their place in s's landing block                          send
+//!   d -> s  flag: rows first..end of a unit                                   send
+//!   s  waits for the flags of a token's rows, sums them in rank order         receive
+//! ```
+//!
+//! *Two kernels.* The receiving half is a launch of its own, beside the sending one on another stream,
+//! when outputs are the caller's; with a loan one launch does both. A sender waits for announcements
+//! only, never for a receiver, so it does not matter when, or whether at the same time, the receiving
+//! half runs. Ranks that share a GPU share out its SMs, so that all their senders are resident.
+//!
+//! *Ordering.* A rank's announcement is stored behind everything that its earlier kernels did, as
+//! launches of a buffer run in order; so it also says that the landing block it names is not read any
+//! more. The acquire that sees it comes before the first row is stored. Warps that store a row count it
+//! in shared memory with release; one warp acquires the count, issues one system fence for the unit and
+//! stores the flag. The receiver acquires the flag before it reads the rows.
+//!
+//! *Reuse.* Announcements have two places, used by turns: a rank announces `n + 2` only after its own
+//! kernels of call `n + 1`, which waited for every rank's announcement `n + 1`, which that rank stored
+//! after it had read those of call `n`. Flags need one place: a rank stores flags of call `n + 1` only
+//! after the receiver's announcement of it, which follows the receiver's last look at a flag of `n`.
+//! Blocks of symmetric memory are given back on the host at once: who uses them next comes later in
+//! the order of launches, and peers write there only when an announcement has named them again.
+//! A recorded graph keeps the blocks that it uses.
+//!
+//! *Room.* A rank announces how many rows its block holds. If those of some rank do not fit, all ranks
+//! conclude so and no row moves: with a worst case that is an error; otherwise all hosts, which wait
+//! for the counts, call again, and the rank that lacked room has taken more before.
+//!
+//! *Rejects.* A status in the announcement ends the call on every rank, with a text or numbers beside
+//! it. Ids out of range are found while counting. Hosts that wait are told at once; others by
+//! [`Buffer::check`](crate::Buffer::check).
+//!
+//! *Calls that are given up.* Their rows come all the same, so a small launch waits for them and lets
+//! them go before the block is used again.
+//!
+//! *Dead peers.* Every wait has a deadline by the GPU's timer and looks at the region's abort word, and at
+//! a word in which the host marks ranks whose bootstrap connection is lost. Who gives up notes stage
+//! and ranks, raises the abort word of every region and returns: no trap, the context stays usable.
+//! After that no block is given back, since a slow peer may still write.
 
 mod combine;
 mod control;

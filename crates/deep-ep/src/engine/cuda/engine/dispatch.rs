@@ -343,8 +343,11 @@ impl InFlight {
             params.src_idx = block.address();
             padding = Some(Arc::new(block));
         }
-        if recorded && !fused {
+        if recorded {
+            // Whatever the caller keeps, the graph writes there whenever it is replayed.
             landing.keep();
+            handle.iter().for_each(|parts| parts.block.keep());
+            padding.iter().for_each(|block| block.keep());
         }
         let mut this = Self {
             core: Arc::clone(core),

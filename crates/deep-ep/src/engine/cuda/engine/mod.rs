@@ -40,7 +40,7 @@
 //! after the receiver's announcement of it, which follows the receiver's last look at a flag of `n`.
 //! Blocks of symmetric memory are given back on the host at once: who uses them next comes later in
 //! the order of launches, and peers write there only when an announcement has named them again.
-//! A recorded graph keeps the blocks that it uses.
+//! Blocks that a recorded graph uses stay until the buffer goes.
 //!
 //! *Room.* A rank announces how many rows its block holds. If those of some rank do not fit, all ranks
 //! conclude so and no row moves: with a worst case that is an error; otherwise all hosts, which wait
@@ -215,6 +215,9 @@ impl Engine for CudaEngine {
             kernel.launch(&on.stream, shape, &params)?;
         }
         on.end()?;
+        if on.recorded {
+            block.keep();
+        }
         let tensor = |part: usize, dtype: DType, shape: &[usize]| {
             landing::device_tensor(
                 block.address() + at[part],

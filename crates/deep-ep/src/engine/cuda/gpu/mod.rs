@@ -175,6 +175,36 @@ impl Gpu {
         Ok(copy)
     }
 
+    /// Copies a dense host tensor to a dense tensor on this GPU of the same type and shape, in the
+    /// stream's order; waits for it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if type, shape or place do not fit, a tensor is not dense, or the
+    /// stream is of another GPU or being captured; [`Error::Cuda`].
+    pub fn upload_into(
+        &self,
+        tensor: &Tensor<'_>,
+        to: &mut TensorMut<'_>,
+        stream: &GpuStream,
+    ) -> Result<()> {
+        on(Device::Host, "tensor", tensor)?;
+        on(self.device(), "the copy", &to.as_tensor())?;
+        let same = tensor.dtype() == to.dtype() && tensor.shape() == to.shape();
+        if !same || !tensor.is_dense() || !to.is_dense() {
+            return Err(Error::invalid(
+                "the copy",
+                format!("{to:?}"),
+                format!("must be dense, as {tensor:?}"),
+            ));
+        }
+        let runs = Runs::new(tensor.dtype(), tensor.shape(), tensor.strides());
+        // SAFETY: a dense tensor is one run of all of its memory, which is borrowed.
+        let from = unsafe { std::slice::from_raw_parts(host(tensor, &runs), runs.span()) };
+        // SAFETY: the copy has the same span and is borrowed exclusively; its memory goes to others
+        // in the order of its stream, as `Gpu` says.
+        unsafe { self.copy_in(from, to.as_mut_ptr().addr() as u64, stream) }
+    }
+
     /// A copy on the host of a tensor on this GPU, with its shape and strides, as it is after
     /// everything that the stream was given before; waits for it.
     ///

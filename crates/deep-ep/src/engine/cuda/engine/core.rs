@@ -32,6 +32,7 @@ use crate::{
         },
     },
     error::{Error, Reject, Result},
+    interrupt,
     memory::heap::{Block, Heap, Purpose},
     topology::Rank,
 };
@@ -360,6 +361,9 @@ impl Core {
     /// kernel has ended, or the deadline is long past.
     pub(crate) fn check_stuck(&self, stream: &Stream, start: Instant) -> Result<()> {
         self.failures.check_failed()?;
+        if interrupt::requested() {
+            self.failures.interrupt(self.ranks);
+        }
         let ended = stream.is_done()?;
         if ended || start.elapsed() > self.timeout + Duration::from_secs(5) {
             // What it wrote last may be here by now.

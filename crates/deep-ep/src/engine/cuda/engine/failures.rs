@@ -30,6 +30,7 @@ pub(crate) struct Failures {
     report: Mutex<Pinned<Report>>,
     gone: Gone,
     failed: AtomicBool,
+    interrupted: AtomicBool,
 }
 
 /// The ranks that are gone, as bits that kernels look at.
@@ -62,6 +63,7 @@ impl Failures {
             report: Mutex::new(Pinned::new(context, Report::zeroed())?),
             gone: Gone(Arc::new(PinnedWords::new(context, 1)?)),
             failed: AtomicBool::new(false),
+            interrupted: AtomicBool::new(false),
         })
     }
 
@@ -79,6 +81,12 @@ impl Failures {
 
     fn report(&self) -> MutexGuard<'_, Pinned<Report>> {
         self.report.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The caller's thread is asked to stop: kernels that wait give up, and the group ends.
+    pub(crate) fn interrupt(&self, ranks: usize) {
+        self.interrupted.store(true, Ordering::Release);
+        (0..ranks).for_each(|rank| self.gone.set(Rank(rank)));
     }
 
     /// The group has ended.
@@ -107,6 +115,12 @@ impl Failures {
             .collect();
         let operation = operation_name(report.operation);
         match report.failed {
+            1 | 3 if self.interrupted.load(Ordering::Acquire) => Error::Aborted {
+                by: self.rank,
+                operation,
+                stage: stage_name(report.stage),
+                ranks,
+            },
             1 => Error::Timeout {
                 operation,
                 stage: stage_name(report.stage),

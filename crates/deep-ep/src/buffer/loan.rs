@@ -16,6 +16,10 @@ use crate::{
 /// [`Buffer::combine`](crate::Buffer::combine) is read by the token's owners where it is, without
 /// staging. Dropping a loan never waits: its memory is used again when the last reader is done. A
 /// loan outlives its buffer if it must.
+///
+/// On a GPU the memory may be given to the next call or loan of the buffer at once, which uses it in
+/// the order of its stream: work on other streams that reads the loan must be done, or that stream
+/// must wait for it, before the loan is dropped. What was recorded into a graph keeps its memory.
 pub struct Loan {
     pub(crate) memory: Box<dyn LoanMemory>,
     dtype: DType,

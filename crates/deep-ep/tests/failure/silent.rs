@@ -104,6 +104,8 @@ fn a_rank_that_drops_its_buffer_is_named_at_once() {
                 // Without its communicator too, or with that kept.
                 let kept = (!also_the_end).then_some(end);
                 work::round(&buffer, kind, 1, &mut |_| ()).unwrap();
+                // Nobody is in the second round, which ends the group, while another is in the first.
+                done.wait();
                 if buffer.rank().0 == VICTIM {
                     drop(buffer);
                     done.wait();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    control::ANNOUNCE_WORDS,
+    control::{ANNOUNCE_WORDS, FLAGS},
     core::{Core, Discard, Half, OnStream, Open, Piece, Progress},
     params::{CombineParams, GroupParams, LANDING_UNIT, Terms, phase},
 };
@@ -13,7 +13,10 @@ use crate::{
     engine::{
         CombineCall, Operation,
         cuda::{
-            driver::stream::Stream,
+            driver::{
+                module::{Function, Shape},
+                stream::Stream,
+            },
             jit::{CombineKey, Key},
         },
     },
@@ -42,36 +45,15 @@ pub(super) struct InFlight {
 /// Sends rows back to their owners.
 pub(super) fn begin(core: &Arc<Core>, input: &CombineInput<'_>) -> Result<Box<dyn CombineCall>> {
     let on = core.begin(input.stream)?;
-    let total = core.sms(input.num_sms);
-    // Sums read more than they write, so most SMs take part in them.
-    let send = (total / 3).max(1);
-    let (mut params, dtype) = describe(core, input)?;
-    let capacity = remote_rows(core, input.handle);
-    let rows_at = (capacity as u64 * 4).next_multiple_of(256)
-        + (capacity as u64 * u64::from(params.top_k) * 4).next_multiple_of(256);
-    let bytes = rows_at + capacity as u64 * u64::from(params.row_bytes);
-    let landing = core.block(bytes, Purpose::CombineStaging)?;
-    if on.recorded {
-        params.landing = (landing.offset() / LANDING_UNIT) as u32;
-        landing.keep();
-    } else {
-        params.landing = (landing.offset() / LANDING_UNIT) as u32;
-    }
-    params.capacity = capacity as u32;
-    params.send_blocks = send;
-    params.units = units(input.x.as_tensor(), core.ranks, send);
-    core.number();
-    let mut call = InFlight {
-        core: Arc::clone(core),
-        on,
-        params,
-        dtype,
-        send_sms: send,
-        receive_sms: (total - send).max(1),
-        total_sms: total,
-        _landing: landing,
-        progress: Arc::default(),
-    };
+    // What goes wrong on this rank alone is told to the others, which would wait for it.
+    let made = InFlight::new(core, on, input).inspect_err(|error| {
+        if let Some(text) = core.reason(error)
+            && let Err(other) = reject(core, text)
+        {
+            tracing::warn!(%other, "a reject could not be sent");
+        }
+    });
+    let mut call = made?;
     call.launch_send()?;
     Ok(Box::new(call))
 }
@@ -80,7 +62,8 @@ pub(super) fn begin(core: &Arc<Core>, input: &CombineInput<'_>) -> Result<Box<dy
 /// with the most rows, as often as there are other ranks.
 fn units(x: Tensor<'_>, ranks: usize, blocks: u32) -> u32 {
     let each = x.shape()[0].div_ceil(32 * blocks as usize).max(1);
-    let most = each * blocks as usize + 1;
+    // An owner has no more units than flags.
+    let most = (each * blocks as usize + 1).min(FLAGS as usize);
     (most * ranks.saturating_sub(1))
         .div_ceil(blocks as usize)
         .max(1) as u32
@@ -94,6 +77,7 @@ fn remote_rows(core: &Core, handle: &DispatchHandle) -> usize {
 
 /// Takes part in a call only to reject it.
 pub(super) fn reject(core: &Arc<Core>, text: u64) -> Result<()> {
+    core.skip_number();
     let on = core.begin_aside()?;
     let mut params = blank(core.group(Operation::Combine, Half::Send, true));
     params.group.second_state = core.state(Half::Receive);
@@ -123,6 +107,7 @@ pub(super) fn discard(on: &OnStream, mut params: CombineParams, dtype: u8) -> Re
     params.phases = phase::RECEIVE;
     params.discard = 1;
     launch(&on.core, on, &params, dtype, 1, None)?;
+    on.join()?;
     on.end()
 }
 
@@ -180,6 +165,15 @@ fn describe(core: &Core, input: &CombineInput<'_>) -> Result<(CombineParams, u8)
         params.weights = weights.as_ptr() as u64;
         params.weights_stride = weights.strides()[0] as u64;
         params.top_k = weights.shape()[1] as u32;
+        if params.top_k > super::dispatch::MAX_TOP_K {
+            return Err(Error::invalid(
+                "topk_weights",
+                format!("{weights:?}"),
+                format!("must have at most {} columns", super::dispatch::MAX_TOP_K),
+            ));
+        }
+        // Rows that have no weights are not read, even if there are more rows of x.
+        params.x_rows = params.x_rows.min(weights.shape()[0] as u32);
     }
     for (i, bias) in input.bias.iter().flatten().enumerate() {
         params.bias[i] = bias.as_ptr() as u64;
@@ -218,6 +212,19 @@ fn key(params: &CombineParams, dtype: u8) -> Key {
     })
 }
 
+/// The kernel for a launch, and its shape.
+fn prepare(
+    core: &Core,
+    params: &CombineParams,
+    dtype: u8,
+    blocks: u32,
+) -> Result<(Arc<Function>, Shape)> {
+    let function = core.kernels.get(key(params, dtype), c"combine")?;
+    let bytes = shared_bytes(params);
+    let shape = core.kernels.shape(blocks, THREADS, bytes, "x (rows)")?;
+    Ok((function, shape))
+}
+
 /// Enqueues one launch, on the call's stream or another.
 fn launch(
     core: &Core,
@@ -227,9 +234,7 @@ fn launch(
     blocks: u32,
     stream: Option<&Stream>,
 ) -> Result<()> {
-    let function = core.kernels.get(key(params, dtype), c"combine")?;
-    let bytes = shared_bytes(params);
-    let shape = core.kernels.shape(blocks, THREADS, bytes, "x (rows)")?;
+    let (function, shape) = prepare(core, params, dtype, blocks)?;
     // SAFETY: the struct is the kernel's parameter. Its addresses are the caller's tensors, which
     // the caller keeps, and blocks that are not used otherwise before what is enqueued here has
     // ended.
@@ -237,14 +242,59 @@ fn launch(
 }
 
 impl InFlight {
+    fn new(core: &Arc<Core>, on: OnStream, input: &CombineInput<'_>) -> Result<Self> {
+        let total = core.sms(input.num_sms);
+        // Sums read more than they write, so most SMs take part in them.
+        let send = (total / 3).max(1);
+        let receive = (total - send).max(1);
+        let (mut params, dtype) = describe(core, input)?;
+        let capacity = remote_rows(core, input.handle);
+        let rows_at = (capacity as u64 * 4).next_multiple_of(256)
+            + (capacity as u64 * u64::from(params.top_k) * 4).next_multiple_of(256);
+        let bytes = rows_at + capacity as u64 * u64::from(params.row_bytes);
+        params.send_blocks = send;
+        params.units = units(input.x.as_tensor(), core.ranks, send);
+        params.capacity = capacity as u32;
+        // Whatever a launch needs besides memory is here before anything is sent.
+        prepare(core, &params, dtype, receive)?;
+        let landing = core.block(bytes, Purpose::CombineStaging)?;
+        params.landing = (landing.offset() / LANDING_UNIT) as u32;
+        if on.recorded {
+            landing.keep();
+        }
+        core.number();
+        Ok(Self {
+            core: Arc::clone(core),
+            on,
+            params,
+            dtype,
+            send_sms: send,
+            receive_sms: receive,
+            total_sms: total,
+            _landing: landing,
+            progress: Arc::default(),
+        })
+    }
+
+    /// Whether the two halves run beside each other.
+    fn beside(&self) -> bool {
+        self.core.split.is_none() && self.send_sms + self.receive_sms <= self.total_sms
+    }
+
     fn launch_send(&mut self) -> Result<()> {
         let (core, on) = (&self.core, &self.on);
         let mut params = self.params;
         match &core.split {
             None => {
-                on.mark()?;
                 params.phases = phase::COUNT | phase::MOVE;
-                launch(core, on, &params, self.dtype, self.send_sms, None)?;
+                // The receiving half comes on the caller's stream, behind what the caller does with
+                // its outputs before.
+                let aside = if self.beside() {
+                    Some(on.aside()?)
+                } else {
+                    None
+                };
+                launch(core, on, &params, self.dtype, self.send_sms, aside)?;
             }
             Some(split) => {
                 params.group.advance = 0;
@@ -259,6 +309,7 @@ impl InFlight {
         }
         core.set_open(Open {
             progress: Arc::clone(&self.progress),
+            recorded: self.on.recorded,
             discard: Discard::Combine(Box::new(self.params), self.dtype),
         });
         on.end()
@@ -281,13 +332,9 @@ impl CombineCall for InFlight {
             .as_mut()
             .map_or(0, |weights| weights.as_mut_ptr() as u64);
         let (core, on) = (&self.core, &self.on);
-        let aside = core.split.is_none() && self.send_sms + self.receive_sms <= self.total_sms;
-        let sms = self.receive_sms;
-        if aside {
-            launch(core, on, &params, self.dtype, sms, Some(on.aside()?))?;
+        launch(core, on, &params, self.dtype, self.receive_sms, None)?;
+        if self.beside() {
             on.join()?;
-        } else {
-            launch(core, on, &params, self.dtype, sms, None)?;
         }
         on.end()
     }
@@ -295,6 +342,10 @@ impl CombineCall for InFlight {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
+        if !self.on.is_recorded_as_begun() {
+            tracing::warn!("a recorded combine was left unfinished: its graph cannot be replayed");
+            return;
+        }
         if !self.progress.abandon() {
             return;
         }

@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -28,6 +28,7 @@ use crate::{
                 memory::{DeviceMemory, PinnedWords},
                 stream::{Event, Stream},
             },
+            jit::{CombineKey, DispatchKey, Key},
             symmetric::Symmetric,
         },
     },
@@ -99,12 +100,13 @@ pub(crate) struct Core {
     most_rows: AtomicUsize,
     fork: Event,
     join: Event,
+    /// The side stream has something that no other stream waits for yet.
+    forked: AtomicBool,
     _liveness: Subscription,
 }
 
-/// The stream of the last call and where it ended.
+/// Where the last call ended.
 struct Order {
-    stream: usize,
     event: Event,
 }
 
@@ -184,7 +186,6 @@ impl Core {
             )),
             recorded: Mutex::default(),
             order: Mutex::new(Order {
-                stream: side.raw as usize,
                 event: Event::untimed(&context)?,
             }),
             open: Mutex::default(),
@@ -194,13 +195,26 @@ impl Core {
             most_rows: AtomicUsize::new(0),
             fork: Event::untimed(&context)?,
             join: Event::untimed(&context)?,
+            forked: AtomicBool::new(false),
             failures,
             symmetric,
             side,
             context,
             _liveness: liveness,
         };
+        this.load_common()?;
         Ok(this)
+    }
+
+    /// Loads the programs that any call may need without having said so, such as a reject: loading
+    /// one later could wait for a peer's kernel that waits for this rank.
+    fn load_common(&self) -> Result<()> {
+        let dispatch = Key::Dispatch(DispatchKey::default());
+        self.kernels.get(dispatch, c"dispatch")?;
+        self.kernels.get(dispatch, c"dispatch_layout")?;
+        self.kernels
+            .get(Key::Combine(CombineKey::default()), c"combine")?;
+        Ok(())
     }
 
     /// What a launch of `operation` is told. It brings `half` forward if `advance`.
@@ -211,7 +225,8 @@ impl Core {
             second_state: 0,
             report: self.failures.report_address(),
             gone: self.failures.gone_address(),
-            timeout: u64::try_from(self.timeout.as_nanos()).unwrap_or(u64::MAX / 2),
+            // The GPU adds it to its timer.
+            timeout: self.timeout.as_nanos().min(u128::from(u64::MAX / 2)) as u64,
             abort_at: 0,
             announce_at: 0,
             announce_stride: 0,
@@ -284,11 +299,11 @@ impl Core {
 
     fn begin_on(self: &Arc<Self>, stream: Stream) -> Result<OnStream> {
         let recorded = stream.is_capturing()?;
-        let order = lock(&self.order);
-        if !recorded && order.stream != stream.raw as usize {
-            stream.wait(&order.event)?;
+        self.check_open(recorded)?;
+        if !recorded {
+            // Also on the same stream: two streams may have had the same handle.
+            stream.wait(&lock(&self.order).event)?;
         }
-        drop(order);
         let on = OnStream {
             core: Arc::clone(self),
             stream,
@@ -337,6 +352,43 @@ impl Core {
         lock(&self.order).event.synchronize()?;
         self.failures.check()?;
         self.communicator.barrier()
+    }
+
+    /// A call that was not made counts, too: all ranks number calls alike.
+    pub(crate) fn skip_number(&self) {
+        self.begun.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// The text with which to reject a call that failed here; `None` if the group has ended, so that
+    /// nobody waits.
+    pub(crate) fn reason(&self, error: &Error) -> Option<u64> {
+        if self.failures.has_failed() {
+            return None;
+        }
+        let reject = match error {
+            Error::InvalidArgument(reject) => reject.clone(),
+            other => Reject::new("the call", other, "must be possible on every rank"),
+        };
+        Some(self.reject_text(&reject))
+    }
+
+    /// A call that was begun is finished before recording begins or ends: its other half would be
+    /// on the wrong side.
+    fn check_open(&self, recorded: bool) -> Result<()> {
+        match &*lock(&self.open) {
+            Some(open) if open.recorded != recorded && open.progress.is_open() => {
+                Err(Error::invalid(
+                    "stream",
+                    if recorded {
+                        "recording"
+                    } else {
+                        "not recording"
+                    },
+                    "must be as when the call in flight was begun: finish that first",
+                ))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The call in flight. Beginning another one gives it up.
@@ -459,20 +511,27 @@ pub(crate) struct OnStream {
 }
 
 impl OnStream {
-    /// Remembers this point of the stream for [`aside`](Self::aside).
-    pub(crate) fn mark(&self) -> Result<()> {
-        self.core.fork.record(&self.stream)
-    }
-
-    /// The side stream, behind the marked point: what is enqueued there runs beside what this
-    /// stream was given since.
+    /// The side stream, behind what this one was given so far: what is enqueued there runs beside
+    /// what this stream is given from now on, until [`join`](Self::join).
     pub(crate) fn aside(&self) -> Result<&Stream> {
+        self.core.fork.record(&self.stream)?;
         self.core.side.wait(&self.core.fork)?;
+        self.core.forked.store(true, Ordering::Release);
         Ok(&self.core.side)
     }
 
-    /// Lets this stream wait for the side stream.
+    /// Whether what is enqueued now is recorded if, and only if, the call's beginning was.
+    pub(crate) fn is_recorded_as_begun(&self) -> bool {
+        self.stream
+            .is_capturing()
+            .is_ok_and(|now| now == self.recorded)
+    }
+
+    /// Lets this stream wait for the side stream, if that was given anything since it last did.
     pub(crate) fn join(&self) -> Result<()> {
+        if !self.core.forked.swap(false, Ordering::AcqRel) {
+            return Ok(());
+        }
         self.core.join.record(&self.core.side)?;
         self.stream.wait(&self.core.join)
     }
@@ -482,9 +541,7 @@ impl OnStream {
         if self.recorded {
             return Ok(());
         }
-        let mut order = lock(&self.core.order);
-        order.stream = self.stream.raw as usize;
-        order.event.record(&self.stream)
+        lock(&self.core.order).event.record(&self.stream)
     }
 }
 
@@ -564,6 +621,11 @@ impl Progress {
         Ok(first)
     }
 
+    /// Whether nobody has launched the receiving half.
+    fn is_open(&self) -> bool {
+        self.0.load(Ordering::Acquire) == Self::OPEN
+    }
+
     /// Whether the caller is to launch the receiving half of a call that was given up.
     pub(crate) fn abandon(&self) -> bool {
         self.take(Self::ABANDONED)
@@ -573,6 +635,8 @@ impl Progress {
 /// A call whose receiving half was not launched yet.
 pub(crate) struct Open {
     pub(crate) progress: Arc<Progress>,
+    /// Its beginning was recorded into a graph.
+    pub(crate) recorded: bool,
     pub(crate) discard: Discard,
 }
 

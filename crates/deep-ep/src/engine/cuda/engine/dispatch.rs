@@ -18,7 +18,10 @@ use super::{
     },
 };
 use crate::engine::cuda::{
-    driver::stream::Stream,
+    driver::{
+        module::{Function, Shape},
+        stream::Stream,
+    },
     jit::{DispatchKey, Key},
 };
 use crate::{
@@ -36,6 +39,8 @@ use crate::{
 
 /// Threads of a block, as in dispatch.cu.
 const THREADS: u32 = 512;
+/// Choices of a token that travel, at most: one for each lane of a warp.
+pub(super) const MAX_TOP_K: u32 = 32;
 /// Warps of a block.
 const WARPS: u64 = 16;
 /// Tokens that a thread looks at before anybody waits, as in dispatch.cu.
@@ -176,9 +181,19 @@ pub(super) fn begin(core: &Arc<Core>, input: &DispatchInput<'_>) -> Result<Box<d
             "must be given while a graph is recorded: nobody can wait for counts then",
         ));
     }
-    let mut call = InFlight::new(core, on, input)?;
+    // What goes wrong on this rank alone is told to the others, which would wait for it.
+    let mut call = InFlight::new(core, on, input).inspect_err(|error| tell(core, error))?;
     call.launch_send()?;
     Ok(Box::new(call))
+}
+
+/// Rejects a call that this rank cannot make.
+fn tell(core: &Arc<Core>, error: &Error) {
+    if let Some(text) = core.reason(error)
+        && let Err(other) = reject(core, text)
+    {
+        tracing::warn!(%other, "a reject could not be sent");
+    }
 }
 
 /// Enqueues the receiving half of a call that was given up: it waits for the rows and lets them go.
@@ -188,11 +203,13 @@ pub(super) fn discard(on: &OnStream, mut params: DispatchParams) -> Result<()> {
     params.phases = phase::RECEIVE;
     params.discard = 1;
     launch(&on.core, on, &params, 1, None)?;
+    on.join()?;
     on.end()
 }
 
 /// Takes part in a call only to reject it.
 pub(super) fn reject(core: &Arc<Core>, text: u64) -> Result<()> {
+    core.skip_number();
     let on = core.begin_aside()?;
     let mut params = blank(core.group(Operation::Dispatch, Half::Send, true));
     params.group.second_state = core.state(Half::Receive);
@@ -288,14 +305,12 @@ fn key(params: &DispatchParams) -> Key {
     })
 }
 
-/// Enqueues one launch, on the call's stream or another.
-fn launch(
+/// The kernel for a launch of so many blocks, its shape, and what of the parameters depends on them.
+fn prepare(
     core: &Core,
-    on: &OnStream,
     params: &DispatchParams,
     blocks: u32,
-    stream: Option<&Stream>,
-) -> Result<()> {
+) -> Result<(Arc<Function>, Shape, DispatchParams)> {
     let mut params = *params;
     let keeps = params.phases & phase::MOVE != 0 && params.copy_rows == 0;
     params.remote_blocks = if keeps {
@@ -308,14 +323,25 @@ fn launch(
         0 => blocks,
         remote => remote.min(blocks - remote),
     };
-    let units = params.tokens.div_ceil(params.grain).div_ceil(crew).max(1);
-    params.units = units;
-    let tokens = units as usize * params.grain as usize;
+    params.units = params.tokens.div_ceil(params.grain).div_ceil(crew).max(1);
+    let tokens = params.units as usize * params.grain as usize;
     let fits = tokens * core.ranks <= SLOTS;
     params.slot_tokens = if fits { tokens as u32 } else { 0 };
     let function = core.kernels.get(key(&params), c"dispatch")?;
     let bytes = shared_bytes(&params);
     let shape = core.kernels.shape(blocks, THREADS, bytes, "num_experts")?;
+    Ok((function, shape, params))
+}
+
+/// Enqueues one launch, on the call's stream or another.
+fn launch(
+    core: &Core,
+    on: &OnStream,
+    params: &DispatchParams,
+    blocks: u32,
+    stream: Option<&Stream>,
+) -> Result<()> {
+    let (function, shape, params) = prepare(core, params, blocks)?;
     // SAFETY: the struct is the kernel's parameter. Its addresses are the caller's tensors, which
     // the caller keeps, and blocks that are not used otherwise before what is enqueued here has
     // ended.
@@ -349,9 +375,23 @@ impl InFlight {
             handle.iter().for_each(|parts| parts.block.keep());
             padding.iter().for_each(|block| block.keep());
         }
+        // Whatever a launch needs besides memory is here before anything is sent.
+        let sending = DispatchParams {
+            phases: phase::COUNT | phase::MOVE,
+            copy_rows: u32::from(!fused),
+            ..params
+        };
+        prepare(core, &sending, sms.send)?;
+        prepare(core, &params, sms.receive)?;
+        let number = core.number();
+        if input.num_worst_tokens.is_none() {
+            let terms = Terms::of_word(params.terms);
+            let attempt = (number & 0x1ff) as u16;
+            params.terms = Terms { attempt, ..terms }.word();
+        }
         let mut this = Self {
             core: Arc::clone(core),
-            number: core.number(),
+            number,
             on,
             params,
             device: input.x.device(),
@@ -396,14 +436,18 @@ impl InFlight {
         match &self.core.split {
             None => {
                 params.phases = phase::COUNT | phase::MOVE;
-                if !self.fused {
-                    self.on.mark()?;
-                }
                 if self.fused {
                     params.phases |= phase::RECEIVE;
                     params.group.second_state = self.core.state(Half::Receive);
                 }
-                launch(&self.core, &self.on, &params, self.sms.send, None)?;
+                // The receiving half comes on the caller's stream, behind what the caller does with its
+                // outputs before.
+                let aside = if self.beside() {
+                    Some(self.on.aside()?)
+                } else {
+                    None
+                };
+                launch(&self.core, &self.on, &params, self.sms.send, aside)?;
             }
             Some(split) => {
                 params.group.advance = 0;
@@ -424,26 +468,29 @@ impl InFlight {
         } else {
             self.core.set_open(Open {
                 progress: Arc::clone(&self.progress),
+                recorded: self.on.recorded,
                 discard: Discard::Dispatch(Box::new(self.params)),
             });
         }
         self.on.end()
     }
 
-    /// Launches the receiving half beside the sending one, or behind it where there is one SM.
+    /// Launches the receiving half.
     fn launch_receive(&self, mut params: DispatchParams) -> Result<()> {
         params.group.state = self.core.state(Half::Receive);
         params.group.advance = 1;
         params.phases = phase::RECEIVE;
-        let aside = self.core.split.is_none() && self.sms.receive + self.sms.send <= self.sms.total;
-        if aside {
-            let side = self.on.aside()?;
-            launch(&self.core, &self.on, &params, self.sms.receive, Some(side))?;
+        launch(&self.core, &self.on, &params, self.sms.receive, None)?;
+        if self.beside() {
             self.on.join()?;
-        } else {
-            launch(&self.core, &self.on, &params, self.sms.receive, None)?;
         }
         self.on.end()
+    }
+
+    /// Whether the two halves run beside each other.
+    fn beside(&self) -> bool {
+        let sms = self.sms;
+        !self.fused && self.core.split.is_none() && sms.receive + sms.send <= sms.total
     }
 
     /// Waits for the counts; makes room and calls again if rows do not fit somewhere.
@@ -470,12 +517,16 @@ impl InFlight {
                 true => Purpose::DispatchLoan,
                 false => Purpose::DispatchStaging,
             };
+            let core = Arc::clone(&self.core);
             let bytes = self.layout.bytes(rows);
-            self.landing = Arc::new(self.core.block(bytes, purpose)?);
+            // All ranks call again; one that cannot tells the others.
+            let tells = |error: &Error| tell(&core, error);
+            let landing = core.block(bytes, purpose).inspect_err(tells)?;
             if let Some(handle) = &mut self.handle {
-                *handle = HandleParts::new(&self.core, handle.tokens, rows)?;
+                *handle = HandleParts::new(&core, handle.tokens, rows).inspect_err(tells)?;
                 handle.describe(&mut self.params);
             }
+            self.landing = Arc::new(landing);
             self.place(rows);
         }
         self.launch_send()
@@ -493,10 +544,15 @@ impl InFlight {
                 if (word >> 32) as u32 == self.params.ticket {
                     return Ok(word as u32);
                 }
-                polls += 1;
+                polls = polls.wrapping_add(1);
                 if polls.is_multiple_of(1024) {
                     self.core.failures.check_failed()?;
-                    self.core.check_stuck(&self.on.stream, start)?;
+                    let stream = if self.beside() {
+                        &self.core.side
+                    } else {
+                        &self.on.stream
+                    };
+                    self.core.check_stuck(stream, start)?;
                     if polls > 1 << 16 {
                         std::thread::yield_now();
                     }
@@ -566,7 +622,9 @@ impl InFlight {
 
     /// Waits on the GPU for what is on its way, and lets it go.
     fn give_up(&self) -> Result<()> {
-        if self.progress.abandon() {
+        if !self.on.is_recorded_as_begun() {
+            tracing::warn!("a recorded dispatch was left unfinished: its graph cannot be replayed");
+        } else if self.progress.abandon() {
             discard(&self.on, self.params)?;
         }
         Ok(())
@@ -647,6 +705,13 @@ fn describe(core: &Core, input: &DispatchInput<'_>, send_sms: u32) -> Result<Dis
             format!("must be at most {most}, or set when the buffer is made"),
         ));
     }
+    if params.top_k > MAX_TOP_K {
+        return Err(Error::invalid(
+            "topk_idx",
+            format!("{} choices a token", params.top_k),
+            format!("must have at most {MAX_TOP_K} on a GPU"),
+        ));
+    }
     params.experts = experts as u32;
     params.terms = terms(input, &params, topk.as_ref()).word();
     let senders = match (input.landing, remote_blocks(core, send_sms)) {
@@ -688,6 +753,7 @@ fn terms(input: &DispatchInput<'_>, params: &DispatchParams, topk: Option<&Tenso
         cached: matches!(input.routes, Routes::Handle(_)),
         worst: input.num_worst_tokens.is_some(),
         dtype: 0,
+        attempt: 0,
     }
 }
 

@@ -256,6 +256,8 @@ fn describe_difference(operation: u32, word: u64, a: u32, b: u32) -> (Text, Stri
                 })
             } else if x.cached != y.cached {
                 pick("handle", |t| if t.cached { "given" } else { "none" }.into())
+            } else if x.attempt != y.attempt {
+                pick("the call", |t| format!("number {} (modulo 512)", t.attempt))
             } else if x.worst != y.worst {
                 pick("num_worst_tokens", |t| {
                     if t.worst { "given" } else { "none" }.into()

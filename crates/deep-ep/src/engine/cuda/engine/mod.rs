@@ -23,8 +23,9 @@
 //!   s  waits for the flags of a token's rows, sums them in rank order         receive
 //! ```
 //!
-//! *Two kernels.* The receiving half is a launch of its own, beside the sending one on another stream,
-//! when outputs are the caller's; with a loan one launch does both. A sender waits for announcements
+//! *Two kernels.* When outputs are the caller's, the receiving half is a launch of its own on the
+//! caller's stream, beside the sending one, which the buffer has put on a stream of its own, behind
+//! what the caller's had; with a loan one launch does both. A sender waits for announcements
 //! only, never for a receiver, so it does not matter when, or whether at the same time, the receiving
 //! half runs. Ranks that share a GPU share out its SMs, so that all their senders are resident.
 //!

@@ -244,6 +244,9 @@ pub(crate) struct Terms {
     pub(crate) worst: bool,
     /// Element type of summed rows, as `DTYPE_*`; in a low-latency call how rows travel, from 0.
     pub(crate) dtype: u8,
+    /// Number of a call that hosts wait for, its lowest bits: a call that one host makes again for
+    /// lack of room must not meet another call of a host that has given it up.
+    pub(crate) attempt: u16,
 }
 
 impl Terms {
@@ -257,6 +260,7 @@ impl Terms {
             | bit(self.cached, 19)
             | bit(self.worst, 20)
             | u32::from(self.dtype & 3) << 21
+            | u32::from(self.attempt & 0x1ff) << 23
     }
 
     /// How the rows of a low-latency call travel.
@@ -283,6 +287,7 @@ impl Terms {
             cached: bit(19),
             worst: bit(20),
             dtype: (word >> 21 & 3) as u8,
+            attempt: (word >> 23) as u16,
         }
     }
 }
@@ -354,6 +359,7 @@ mod tests {
             cached: false,
             worst: true,
             dtype: 2,
+            attempt: 0x155,
         };
         assert_eq!(Terms::of_word(terms.word()), terms);
         assert_eq!(Terms::of_word(0), Terms::default());

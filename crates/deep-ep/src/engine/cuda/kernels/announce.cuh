@@ -121,7 +121,8 @@ __device__ inline void tell_verdict(const Group& group, const Announced& all, u6
         detail[1] = all.word(rank, WORD_CAPACITY);
     }
     Report* report = group.p.report;
-    if (status == STATUS_HOST) {
+    // One text at a time: that of the verdict which the host has not read.
+    if (status == STATUS_HOST && (result != nullptr || report->verdict == 0)) {
         const u8* text = group.text(group.p.rank, rank);
         for (u32 i = 0; i < TEXT_BYTES; i++) report->text[i] = text[i];
     }

@@ -72,7 +72,8 @@ __device__ inline void read_handle(const CombineParams& p, const Shape& shape, c
         shared.first_back[r] = sum;
     }
     if (threadIdx.x == 0) {
-        // As many units as the sending blocks share evenly, and no more of an owner than it has flags.
+        // As many units as the sending blocks share evenly, and no more of an owner than it has flags
+        // and the host has made counters for.
         u32 rows = 0, most = 0;
         for (u32 r = 0; r < shape.ranks; r++) {
             const u32 count = r == me ? 0 : shared.first_from[r + 1] - shared.first_from[r];
@@ -81,7 +82,9 @@ __device__ inline void read_handle(const CombineParams& p, const Shape& shape, c
         }
         const u32 each = (rows + 32 * p.send_blocks - 1) / (32 * p.send_blocks);
         const u32 units = max(each, 1u) * p.send_blocks;
-        *shared.grain = max(max((rows + units - 1) / units, (most + p.group.flags - 1) / p.group.flags), 1u);
+        const u32 counted = shape.ranks > 1 ? p.units * p.send_blocks / (shape.ranks - 1) : 1;
+        const u32 owned = max(min(p.group.flags, counted), 1u);
+        *shared.grain = max(max((rows + units - 1) / units, (most + owned - 1) / owned), 1u);
     }
     __syncthreads();
 }
@@ -94,8 +97,9 @@ __device__ inline void announce(const CombineParams& p, const Shape& shape, cons
         for (u32 i = threadIdx.x; i < shape.ranks * TEXT_BYTES; i += THREADS) {
             group.text(i / TEXT_BYTES, p.group.rank)[i % TEXT_BYTES] = text[i % TEXT_BYTES];
         }
-        fence_acq_rel_sys();
         __syncthreads();
+        // The text of all threads is there before what each of them announces.
+        fence_acq_rel_sys();
     }
     const u32 length = shared.all.length;
     for (u32 i = threadIdx.x; i < shape.ranks * length; i += THREADS) {
@@ -232,7 +236,10 @@ __device__ inline bool find_parts(const CombineParams& p, const Shape& shape, co
         }
         parts.lanes[i] = __ballot_sync(~0u, slot >= 0);
     }
-    return __all_sync(~0u, here);
+    // What the flags said is there is there for all lanes.
+    const bool all = __all_sync(~0u, here);
+    __syncwarp();
+    return all;
 }
 
 // Calls `visit` with the rows, and with their weights, in ascending rank order. All lanes.

@@ -107,7 +107,11 @@ __device__ __forceinline__ i64 index_at(const Matrix& topk, u32 bytes, u32 row, 
 }
 
 // The ranks that a token goes to, as bits.
+#if RANKS > 0 && RANKS <= 32
+using RankBits = u32;
+#else
 using RankBits = u64;
+#endif
 
 __device__ inline RankBits ranks_of(const DispatchParams& p, const Shape& shape, u32 token, u64* bad) {
     RankBits ranks = 0;
@@ -254,8 +258,9 @@ __device__ inline u32 announce_status(const DispatchParams& p, const Shape& shap
                                                : u8(0);
         group.text(i / TEXT_BYTES, p.group.rank)[at] = value;
     }
-    fence_acq_rel_sys();
     __syncthreads();
+    // The text of all threads is there before what each of them announces.
+    fence_acq_rel_sys();
     return status;
 }
 
@@ -703,6 +708,7 @@ __device__ inline void receive(const DispatchParams& p, const Shape& shape, cons
             landed = __shfl_sync(~0u, landed, 0);
         }
         if (landed) {
+            __syncwarp();
             const u32 before = shared.first_from[arrivals.source];
             first = before + __shfl_sync(~0u, first, 0), end = before + __shfl_sync(~0u, end, 0);
             if (copies) {
@@ -736,6 +742,9 @@ __device__ inline void receive(const DispatchParams& p, const Shape& shape, cons
     const u64 thread = u64(blockIdx.x) * THREADS + threadIdx.x, threads = u64(gridDim.x) * THREADS;
     for (u64 row = shared.first_from[shape.ranks] + thread; row < p.out_rows; row += threads) {
         if (p.src_idx) reinterpret_cast<i32*>(p.src_idx)[row] = -1;
+        for (u32 k = 0; p.out_weights && k < shape.top_k; k++) {
+            reinterpret_cast<float*>(p.out_weights)[row * shape.top_k + k] = 0.0f;
+        }
         if (!p.out_topk) continue;
         for (u32 k = 0; k < shape.top_k; k++) {
             if (p.index_bytes == 8) {

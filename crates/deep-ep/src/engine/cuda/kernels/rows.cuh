@@ -27,10 +27,17 @@ struct Landing {
 #define ROW_BYTES 0
 #endif
 
+// Most 16-byte words in flight per lane: what registers allow beside many choices.
+#if defined(TOP_K) && TOP_K > 16
+constexpr int MOST_WORDS = 12;
+#else
+constexpr int MOST_WORDS = 16;
+#endif
+
 // 16-byte words in flight per lane: with a known row, so many that all passes are full if they can be.
 __host__ __device__ constexpr int row_unroll(int bytes) {
     const int words = (bytes + 511) / 512;
-    const int passes = (words + 15) / 16;
+    const int passes = (words + MOST_WORDS - 1) / MOST_WORDS;
     return bytes == 0 ? 8 : (words + passes - 1) / passes;
 }
 constexpr int ROW_UNROLL = row_unroll(ROW_BYTES);
@@ -57,6 +64,7 @@ __device__ __forceinline__ void copy_row_to_each(u64 to, u32 lanes, const u8* fr
         return;
     }
     const uint4* source = reinterpret_cast<const uint4*>(from) + lane;
+#pragma unroll 1
     for (u32 first = 0; first < count; first += ROW_UNROLL * 32) {
         uint4 value[ROW_UNROLL];
 #pragma unroll

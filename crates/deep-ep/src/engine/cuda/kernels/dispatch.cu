@@ -180,6 +180,7 @@ __device__ inline void count_tokens(const DispatchParams& p, const Shape& shape,
         }
 #pragma unroll
         for (u32 c = 0; c < CHUNKS; c++) {
+#pragma unroll 1
             for (u32 r = 0; r < shape.ranks; r++) {
                 const u32 ballot = __ballot_sync(~0u, ranks[c] >> r & 1);
                 if (lane == 0) shared.warp_rows[(c * WARPS + warp) * shape.ranks + r] = __popc(ballot);
@@ -193,6 +194,7 @@ __device__ inline void count_tokens(const DispatchParams& p, const Shape& shape,
             const u32 token = first + c * THREADS + threadIdx.x;
             u32 i = 0;
             const bool mine = token < p.tokens && share.find(token, i);
+#pragma unroll 1
             for (u32 r = 0; r < shape.ranks; r++) {
                 const bool goes = ranks[c] >> r & 1;
                 const u32 ballot = __ballot_sync(~0u, goes);

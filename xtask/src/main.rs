@@ -1,10 +1,11 @@
-//! Tasks of this repository: `cargo xtask test`, `python`, `wheel`,
-//! `kernels`, `mutate`, `bench-cpu`.
+//! Tasks of this repository: `cargo xtask test`, `python`, `wheel`, `dist`, `kernels`, `mutate`,
+//! `bench-cpu`.
 
 #![forbid(unsafe_code)]
 
 mod bench_cpu;
 mod command;
+mod dist;
 mod kernels;
 mod mutate;
 mod mutations;
@@ -24,6 +25,8 @@ enum Task {
     Python(python::TestArgs),
     /// Build the Python package's wheel
     Wheel(python::Args),
+    /// Build a folder that tests and measures GPUs on a host without Rust
+    Dist(dist::Args),
     /// Compile every GPU kernel for every architecture, without a GPU
     Kernels(kernels::Args),
     /// Break the code in known ways and see that the tests notice
@@ -37,6 +40,7 @@ fn main() -> ExitCode {
         Task::Test(args) => test::run(&args),
         Task::Python(args) => python::test(&args),
         Task::Wheel(args) => python::run(&args),
+        Task::Dist(args) => dist::run(&args),
         Task::Kernels(args) => kernels::run(&args),
         Task::Mutate(args) => mutate::run(&args),
         Task::BenchCpu(args) => bench_cpu::run(&args),

@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use anyhow::{Result, ensure};
 use clap::{ArgMatches, Args, Parser, Subcommand, parser::ValueSource};
-use deep_ep::{Settings, routing::MAX_TOP_K};
+use deep_ep::{Settings, cuda::ComputeCapability, routing::MAX_TOP_K};
 
 use crate::{
     batch::Sizes,
@@ -25,6 +25,8 @@ pub(crate) enum Command {
     Run(Box<RunArgs>),
     /// The same with generated tokens; lists of values make a sweep
     Bench(Box<BenchArgs>),
+    /// Compile the GPU kernels for these shapes into the cache folder, so that no call waits for them
+    Warmup(WarmupArgs),
     /// What this machine has, what would be used, and what to do about what is missing
     Doctor(DoctorArgs),
     /// One rank of a job; started by `run` and `bench`
@@ -176,6 +178,31 @@ pub(crate) struct BenchArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct WarmupArgs {
+    /// Hidden size
+    #[arg(long, required = true, value_delimiter = ',', value_name = "H,..", value_parser = positive)]
+    pub(crate) hidden: Vec<usize>,
+    /// Experts over all ranks
+    #[arg(long, value_name = "E", value_parser = positive)]
+    pub(crate) experts: usize,
+    /// Experts that each token chooses
+    #[arg(long, required = true, value_delimiter = ',', value_name = "K,..", value_parser = positive)]
+    pub(crate) top_k: Vec<usize>,
+    /// Ranks
+    #[arg(long, required = true, value_delimiter = ',', value_name = "R,..", value_parser = positive)]
+    pub(crate) ranks: Vec<usize>,
+    /// How dispatched rows travel
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "bf16,fp8")]
+    pub(crate) dtype: Vec<RowType>,
+    /// Architectures of the GPUs, as `90a` or `90` [default: those of the GPUs that are here]
+    #[arg(long, value_delimiter = ',', value_name = "A,..", value_parser = architecture)]
+    pub(crate) arch: Vec<ComputeCapability>,
+    /// Threads that compile [default: as many as there are processors]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(crate) jobs: Option<usize>,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct DoctorArgs {
     /// Print JSON
     #[arg(long)]
@@ -319,6 +346,22 @@ fn positive(text: &str) -> Result<usize, String> {
         .ok_or_else(|| "it must be an integer of at least 1".into())
 }
 
+/// `90`, `90a`, `sm_90a`: a GPU of capability 9.0. What is compiled for it is the library's choice.
+fn architecture(text: &str) -> Result<ComputeCapability, String> {
+    let digits = text.strip_prefix("sm_").unwrap_or(text);
+    let digits = digits.strip_suffix('a').unwrap_or(digits);
+    let number = Some(digits)
+        .filter(|digits| digits.bytes().all(|byte| byte.is_ascii_digit()))
+        .and_then(|digits| digits.parse::<u32>().ok())
+        .filter(|number| (10..10_000).contains(number));
+    let number =
+        number.ok_or("it must be an architecture as CUDA names them: 80, 89, 90a, 100a")?;
+    Ok(ComputeCapability {
+        major: number / 10,
+        minor: number % 10,
+    })
+}
+
 fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: Option<f64> = text.parse().ok();
     seconds
@@ -335,5 +378,16 @@ mod tests {
     fn the_command_line_is_consistent() {
         use clap::CommandFactory;
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn architectures_are_read_as_cuda_names_them() {
+        let gpu = |major, minor| Ok(ComputeCapability { major, minor });
+        assert_eq!(architecture("80"), gpu(8, 0));
+        assert_eq!(architecture("90a"), gpu(9, 0));
+        assert_eq!(architecture("sm_103a"), gpu(10, 3));
+        for bad in ["", "a", "9", "9.0", "+90", "sm_", "90b", "99999999999"] {
+            assert!(architecture(bad).is_err(), "{bad}");
+        }
     }
 }

@@ -23,6 +23,7 @@ mod run;
 mod source;
 mod table;
 mod verify;
+mod warmup;
 mod workload;
 
 use std::process::ExitCode;
@@ -63,6 +64,7 @@ fn main() -> ExitCode {
             Command::Run(args) => run::run(&args),
             Command::Bench(args) if args.limit => limit::run(&args),
             Command::Bench(args) => bench::run(&args),
+            Command::Warmup(args) => warmup::run(&args),
             Command::Doctor(args) => doctor::run(&args),
             Command::Rank => return_code(launch::serve()),
         });

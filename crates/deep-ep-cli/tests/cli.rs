@@ -452,6 +452,41 @@ fn the_limit_needs_a_gpu_and_says_so() {
 }
 
 #[test]
+fn a_warmup_that_cannot_be_says_why() {
+    let shape = "warmup --hidden 2048 --experts 8 --top-k 2 --ranks 2";
+    let words = |more: &str| -> Vec<String> {
+        let all = format!("{shape} {more}");
+        all.split_whitespace().map(str::to_owned).collect()
+    };
+    let fails = |more: &str, code: i32| {
+        let words = words(more);
+        failure(&words.iter().map(String::as_str).collect::<Vec<_>>(), code)
+    };
+    let report = &json(&["doctor", "--json"])[0];
+    if report["gpu"]["driver"].is_null() {
+        let message = fails("", 1);
+        assert!(message.contains("--arch is not given"), "{message}");
+    }
+    let message = fails("--arch 90a --ranks 3", 2);
+    assert!(message.contains("--experts is 8"), "{message}");
+    let message = fails("--arch 90a --top-k 65", 2);
+    assert!(message.contains("--top-k is 65"), "{message}");
+    fails("--arch nine", 2);
+    fails("--arch 90a --jobs 0", 2);
+    failure(&["warmup", "--arch", "90a"], 2);
+    // Without a compiler.
+    let mut command = deep_ep(&[]);
+    command.args(words("--arch 90a"));
+    let output = command
+        .env("DEEP_EP_NVRTC", "/nowhere/libnvrtc.so")
+        .output()
+        .unwrap();
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(message.contains("/nowhere/libnvrtc.so"), "{message}");
+}
+
+#[test]
 fn an_nvrtc_that_is_not_there_is_named() {
     let mut command = deep_ep(&["doctor", "--json"]);
     let output = command

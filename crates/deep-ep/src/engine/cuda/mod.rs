@@ -1,5 +1,6 @@
-//! NVIDIA GPUs: what is here ([`Report`]), how fast memory and links are ([`limit`]), and memory,
-//! streams and graphs for programs that have no framework ([`Gpu`]).
+//! NVIDIA GPUs: what is here ([`Report`]), how fast memory and links are ([`limit`]), kernels compiled
+//! ahead of time ([`warmup`](fn@warmup)), and memory, streams and graphs for programs that have no
+//! framework ([`Gpu`]).
 //!
 //! CUDA's driver and its compiler NVRTC are loaded at run time. Without them everything here answers
 //! with an [`Error::Unsupported`](crate::Error::Unsupported) that says what is missing.
@@ -12,7 +13,9 @@ pub(crate) mod jit;
 pub mod limit;
 mod report;
 pub(crate) mod symmetric;
+mod warmup;
 
 pub use driver::{checked::Version, device::ComputeCapability};
 pub use gpu::{Gpu, GpuEvent, GpuStream, Graph};
 pub use report::{Cache, Compiler, DriverFacts, GpuFacts, Peer, Report, Tried};
+pub use warmup::{Warmed, WarmupConfig, architectures, warmup};

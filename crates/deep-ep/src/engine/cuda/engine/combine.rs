@@ -5,19 +5,16 @@ use std::sync::Arc;
 use super::{
     control::{ANNOUNCE_WORDS, FLAGS},
     core::{Core, Discard, Half, OnStream, Open, Piece, Progress},
+    keys,
     params::{CombineParams, GroupParams, LANDING_UNIT, Terms, phase},
 };
 use crate::{
     buffer::{CombineInput, CombineOutput, DispatchHandle, check_combine_output},
-    dtype::DType,
     engine::{
         CombineCall, Operation,
-        cuda::{
-            driver::{
-                module::{Function, Shape},
-                stream::Stream,
-            },
-            jit::{CombineKey, Key},
+        cuda::driver::{
+            module::{Function, Shape},
+            stream::Stream,
         },
     },
     error::{Error, Result},
@@ -150,11 +147,7 @@ fn byte_stride(tensor: &Tensor<'_>) -> u64 {
 fn describe(core: &Core, input: &CombineInput<'_>) -> Result<(CombineParams, u8)> {
     let mut params = blank(core.group(Operation::Combine, Half::Send, true));
     let x = input.x.as_tensor();
-    let dtype = match x.dtype() {
-        DType::F16 => 1,
-        DType::F32 => 2,
-        _ => 0,
-    };
+    let dtype = keys::combine_dtype(x.dtype());
     params.x = x.as_ptr() as u64;
     params.x_stride = byte_stride(&x);
     params.x_rows = u32::try_from(x.shape()[0])
@@ -200,18 +193,6 @@ fn shared_bytes(params: &CombineParams) -> u64 {
     (ranks * (ANNOUNCE_WORDS + 2 * ranks) + 3 * ranks + 2 + u64::from(params.units)) * 4
 }
 
-/// The program for a shape: constants for bf16 rows as models have them; one program of each
-/// element type for all others.
-fn key(params: &CombineParams, dtype: u8) -> Key {
-    let row = params.row_bytes;
-    let known = dtype == 0 && row >= 2048 && row.is_multiple_of(512);
-    Key::Combine(CombineKey {
-        dtype: dtype.into(),
-        ranks: if known { params.group.ranks } else { 0 },
-        row_bytes: if known { row } else { 0 },
-    })
-}
-
 /// The kernel for a launch, and its shape.
 fn prepare(
     core: &Core,
@@ -219,7 +200,8 @@ fn prepare(
     dtype: u8,
     blocks: u32,
 ) -> Result<(Arc<Function>, Shape)> {
-    let function = core.kernels.get(key(params, dtype), c"combine")?;
+    let key = keys::combine(dtype, params.group.ranks, params.row_bytes);
+    let function = core.kernels.get(key, c"combine")?;
     let bytes = shared_bytes(params);
     let shape = core.kernels.shape(blocks, THREADS, bytes, "x (rows)")?;
     Ok((function, shape))

@@ -13,6 +13,7 @@ use bytemuck::Zeroable;
 use super::{
     control::Control,
     failures::Failures,
+    keys,
     launch::Kernels,
     params::{CallState, CombineParams, DispatchParams, GroupParams, LANDING_UNIT, TEXT_BYTES},
     split::Split,
@@ -28,7 +29,6 @@ use crate::{
                 memory::{DeviceMemory, PinnedWords},
                 stream::{Event, Stream},
             },
-            jit::{CombineKey, DispatchKey, Key},
             symmetric::Symmetric,
         },
     },
@@ -209,11 +209,9 @@ impl Core {
     /// Loads the programs that any call may need without having said so, such as a reject: loading
     /// one later could wait for a peer's kernel that waits for this rank.
     fn load_common(&self) -> Result<()> {
-        let dispatch = Key::Dispatch(DispatchKey::default());
-        self.kernels.get(dispatch, c"dispatch")?;
-        self.kernels.get(dispatch, c"dispatch_layout")?;
-        self.kernels
-            .get(Key::Combine(CombineKey::default()), c"combine")?;
+        self.kernels.get(keys::ANY_DISPATCH, c"dispatch")?;
+        self.kernels.get(keys::ANY_DISPATCH, c"dispatch_layout")?;
+        self.kernels.get(keys::ANY_COMBINE, c"combine")?;
         Ok(())
     }
 

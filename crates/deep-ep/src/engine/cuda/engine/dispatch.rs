@@ -11,18 +11,16 @@ use super::{
     control::{ANNOUNCE_WORDS, FLAGS},
     core::{Core, Discard, Half, OnStream, Open, Piece, Progress},
     failures::Concluded,
+    keys,
     landing::{CudaLoan, LandingLayout, device_tensor},
     params::{
         DispatchParams, GroupParams, LANDING_UNIT, Matrix, Terms, phase, result_word, route_source,
         verdict,
     },
 };
-use crate::engine::cuda::{
-    driver::{
-        module::{Function, Shape},
-        stream::Stream,
-    },
-    jit::{DispatchKey, Key},
+use crate::engine::cuda::driver::{
+    module::{Function, Shape},
+    stream::Stream,
 };
 use crate::{
     buffer::{
@@ -291,20 +289,6 @@ fn shared_bytes(params: &DispatchParams) -> u64 {
     words * 4
 }
 
-/// The program for a shape: constants for rows as models have them, which fill a warp's loop; one
-/// program for all others.
-fn key(params: &DispatchParams) -> Key {
-    let row = params.row_bytes;
-    Key::Dispatch(match row >= 2048 && row.is_multiple_of(512) {
-        false => DispatchKey::default(),
-        true => DispatchKey {
-            ranks: params.group.ranks,
-            top_k: params.top_k,
-            row_bytes: row,
-        },
-    })
-}
-
 /// The kernel for a launch of so many blocks, its shape, and what of the parameters depends on them.
 fn prepare(
     core: &Core,
@@ -327,7 +311,8 @@ fn prepare(
     let tokens = params.units as usize * params.grain as usize;
     let fits = tokens * core.ranks <= SLOTS;
     params.slot_tokens = if fits { tokens as u32 } else { 0 };
-    let function = core.kernels.get(key(&params), c"dispatch")?;
+    let key = keys::dispatch(params.group.ranks, params.top_k, params.row_bytes);
+    let function = core.kernels.get(key, c"dispatch")?;
     let bytes = shared_bytes(&params);
     let shape = core.kernels.shape(blocks, THREADS, bytes, "num_experts")?;
     Ok((function, shape, params))

@@ -64,6 +64,7 @@ mod control;
 mod core;
 mod dispatch;
 mod failures;
+pub(crate) mod keys;
 mod landing;
 mod launch;
 pub(crate) mod low_latency;
@@ -78,10 +79,7 @@ use self::{
     low_latency::{Area, LowLatency},
     params::{LayoutParams, Matrix},
 };
-use super::{
-    driver::{context::Context, device::Device as Gpu},
-    jit::{DispatchKey, Key},
-};
+use super::driver::{context::Context, device::Device as Gpu};
 use crate::{
     bootstrap::Communicator,
     buffer::{
@@ -204,9 +202,7 @@ impl Engine for CudaEngine {
             ranks: core.ranks as u32,
             reserved: 0,
         };
-        let kernel = core
-            .kernels
-            .get(Key::Dispatch(DispatchKey::default()), c"dispatch_layout")?;
+        let kernel = core.kernels.get(keys::ANY_DISPATCH, c"dispatch_layout")?;
         let blocks = (tokens as u32).div_ceil(256).clamp(1, core.sms(None));
         let shape = core.kernels.shape(blocks, 256, 0, "topk_idx")?;
         // SAFETY: the block is ours and large enough; the struct is the kernel's parameter, and the

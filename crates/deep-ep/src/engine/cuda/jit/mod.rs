@@ -25,6 +25,8 @@ use sha2::{Digest, Sha256};
 pub(crate) use disk::Disk;
 pub(crate) use key::{CombineKey, Contraction, DispatchKey, Key, LimitKey, LowLatencyKey};
 pub(crate) use target::Target;
+#[cfg(test)]
+pub(crate) use tests::nvrtc;
 
 use super::driver::{
     checked::Driver,
@@ -32,7 +34,10 @@ use super::driver::{
     module::Module,
     nvrtc::{Nvrtc, Places, Program, Search},
 };
-use crate::{error::Result, settings::Settings};
+use crate::{
+    error::{Error, Result},
+    settings::Settings,
+};
 
 /// An image, when it is there. The lock of one is held while it is compiled.
 type Slot = Arc<Mutex<Option<Arc<[u8]>>>>;
@@ -79,6 +84,31 @@ impl Jit {
         let module = unsafe { Module::load(context, &image) }?;
         lock(&self.modules).insert(place, Arc::downgrade(&module));
         Ok(module)
+    }
+
+    /// The compiler.
+    pub(crate) fn nvrtc(&self) -> &Nvrtc {
+        &self.nvrtc
+    }
+
+    /// Sees to it that the image of this key is on disk; whether it was there already.
+    ///
+    /// # Errors
+    ///
+    /// It could not be compiled, or not be kept.
+    pub(crate) fn keep(&self, target: &Target, key: Key) -> Result<bool> {
+        let name = name(&self.nvrtc, key.program(), &options(target, key));
+        if self.disk.load(&name).is_some() {
+            return Ok(true);
+        }
+        let image = self.image(target, key)?;
+        match self.disk.load(&name) {
+            Some(kept) if *kept == *image => Ok(false),
+            _ => Err(Error::Unsupported {
+                feature: "keeping compiled kernels".into(),
+                why: "the cache folder (DEEP_EP_CACHE_DIR) cannot be written".into(),
+            }),
+        }
     }
 
     /// The image of this key, from memory, from disk, or compiled.

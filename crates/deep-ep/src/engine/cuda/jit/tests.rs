@@ -75,7 +75,8 @@ fn pairs<const N: usize, const M: usize>(a: [u32; N], b: [u32; M]) -> Vec<(u32, 
         .collect()
 }
 
-fn nvrtc() -> Option<Nvrtc> {
+/// NVRTC, unless it is not here and need not be.
+pub(crate) fn nvrtc() -> Option<Nvrtc> {
     let setting = std::env::var_os("DEEP_EP_NVRTC").map(PathBuf::from);
     let required = setting.is_some();
     match Search::run(&Places::of_process(setting), None).found {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytemuck::Zeroable;
 
 use super::{
-    CallShape, Discard, LowLatency, SPECIALISED_HIDDEN,
+    CallShape, Discard, LowLatency,
     area::{FLAGS, logfmt_bytes},
     params::{Cube, LowLatencyCombineParams, phase},
     receiving, threads,
@@ -18,6 +18,7 @@ use crate::{
         cuda::{
             engine::{
                 core::{OnStream, Progress},
+                keys,
                 params::Matrix,
             },
             jit::{Key, LowLatencyKey},
@@ -35,15 +36,6 @@ struct InFlight {
     on: OnStream,
     params: LowLatencyCombineParams,
     progress: Arc<Progress>,
-}
-
-/// `CombineWire` of low_latency_params.cuh.
-fn code(wire: CombineWire) -> u32 {
-    match wire {
-        CombineWire::Bf16 => 1,
-        CombineWire::LogFmt => 2,
-        CombineWire::Exact => 3,
-    }
 }
 
 fn blank(low_latency: &LowLatency) -> LowLatencyCombineParams {
@@ -79,7 +71,7 @@ pub(super) fn begin(
                 CombineWire::LogFmt => logfmt_bytes(hidden as u64),
                 CombineWire::Bf16 | CombineWire::Exact => hidden as u64 * 2,
             },
-            format: code(input.wire),
+            format: keys::combine_wire(input.wire),
             exact: input.wire == CombineWire::Exact,
         },
     )?;
@@ -148,15 +140,7 @@ pub(super) fn discard(
 fn key(params: &LowLatencyCombineParams) -> LowLatencyKey {
     let common = &params.common;
     let aligned = params.x.is_aligned() && (params.out | params.out_stride).is_multiple_of(16);
-    if (common.hidden as usize) < SPECIALISED_HIDDEN || !aligned {
-        return LowLatencyKey::default();
-    }
-    LowLatencyKey {
-        ranks: common.group.ranks,
-        top_k: common.top_k,
-        hidden: common.hidden,
-        format: common.format,
-    }
+    common.key(aligned)
 }
 
 /// Bytes of dynamic shared memory, see `Shared` in low_latency_combine.cu.

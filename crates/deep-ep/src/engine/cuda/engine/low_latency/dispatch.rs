@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytemuck::Zeroable;
 
 use super::{
-    CallShape, Discard, LowLatency, SPECIALISED_HIDDEN,
+    CallShape, Discard, LowLatency,
     params::{Cube, LowLatencyDispatchParams},
     receiving, threads,
 };
@@ -20,8 +20,8 @@ use crate::{
     engine::{
         LowLatencyDispatchCall, Operation,
         cuda::{
-            driver::device::ComputeCapability,
             engine::core::{OnStream, Piece, Progress},
+            engine::keys,
             engine::landing::device_tensor,
             jit::{Key, LowLatencyKey},
         },
@@ -36,25 +36,12 @@ const OPERATION: Operation = Operation::LowLatencyDispatch;
 /// Tokens whose places a block knows at a time, as in low_latency_dispatch.cu.
 const BATCH: u64 = 8;
 
-/// The first GPUs that cast to FP8.
-const FP8_SINCE: ComputeCapability = ComputeCapability { major: 8, minor: 9 };
-
 /// A dispatch whose send was launched.
 struct InFlight {
     low_latency: Arc<LowLatency>,
     on: OnStream,
     params: LowLatencyDispatchParams,
     progress: Arc<Progress>,
-}
-
-/// `RowFormat` of low_latency_params.cuh.
-fn code(format: RowFormat) -> u32 {
-    match format {
-        RowFormat::Bf16 => 1,
-        RowFormat::Fp8(ScaleFormat::F32) => 2,
-        RowFormat::Fp8(ScaleFormat::PowerOfTwo) => 3,
-        RowFormat::Fp8(ScaleFormat::Ue8m0) => 4,
-    }
 }
 
 /// Bytes of a row on the wire, scales included.
@@ -101,11 +88,11 @@ pub(super) fn begin(
     let core = &low_latency.core;
     let quantised = matches!(input.format, RowFormat::Fp8(_));
     let capability = core.context.device.compute_capability()?;
-    if quantised && capability < FP8_SINCE {
+    if quantised && capability < keys::FP8_SINCE {
         return Err(Error::invalid(
             "use_fp8",
             format!("true on a GPU of compute capability {capability}"),
-            format!("must be false before {FP8_SINCE}"),
+            format!("must be false before {}", keys::FP8_SINCE),
         ));
     }
     let hidden = input.x.shape()[1];
@@ -118,7 +105,7 @@ pub(super) fn begin(
             max_tokens: input.max_tokens_per_rank,
             hidden,
             row_bytes: row_bytes(input.format, hidden),
-            format: code(input.format),
+            format: keys::row_format(input.format),
             exact: false,
         },
     )?;
@@ -171,15 +158,7 @@ fn key(params: &LowLatencyDispatchParams) -> LowLatencyKey {
     let common = &params.common;
     let inputs = (params.x | params.x_stride).is_multiple_of(16);
     let aligned = inputs && params.out_x.is_aligned();
-    if (common.hidden as usize) < SPECIALISED_HIDDEN || !aligned {
-        return LowLatencyKey::default();
-    }
-    LowLatencyKey {
-        ranks: common.group.ranks,
-        top_k: common.top_k,
-        hidden: common.hidden,
-        format: common.format,
-    }
+    common.key(aligned)
 }
 
 /// Bytes of dynamic shared memory, see `Shared` in low_latency_dispatch.cu.

@@ -105,9 +105,6 @@ fn threads(key: LowLatencyKey) -> u32 {
     if key.hidden == 0 { 512 } else { 1024 }
 }
 
-/// Rows from so many elements on have a program of their own for each shape.
-const SPECIALISED_HIDDEN: usize = 1024;
-
 /// The low-latency side of one rank's engine.
 pub(crate) struct LowLatency {
     core: Arc<Core>,

@@ -3,8 +3,14 @@
 
 use bytemuck::{NoUninit, Pod, Zeroable};
 
-use super::super::params::{GroupParams, Matrix};
-use crate::tensor::{Tensor, TensorMut};
+use super::super::{
+    keys,
+    params::{GroupParams, Matrix},
+};
+use crate::{
+    engine::cuda::jit::LowLatencyKey,
+    tensor::{Tensor, TensorMut},
+};
 
 /// `LowLatencyPhase`: parts of a call.
 pub(crate) mod phase {
@@ -82,6 +88,19 @@ pub(crate) struct LowLatencyParams {
     pub(crate) shrink: u32,
     pub(crate) discard: u32,
     pub(crate) reserved: u32,
+}
+
+impl LowLatencyParams {
+    /// The program for this call, whose rows are or are not `aligned` to 16 bytes.
+    pub(super) fn key(&self, aligned: bool) -> LowLatencyKey {
+        let shape = LowLatencyKey {
+            ranks: self.group.ranks,
+            top_k: self.top_k,
+            hidden: self.hidden,
+            format: self.format,
+        };
+        keys::low_latency(shape, aligned)
+    }
 }
 
 /// `LowLatencyDispatchParams`.

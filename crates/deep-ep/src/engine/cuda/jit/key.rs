@@ -3,7 +3,7 @@
 use crate::engine::cuda::driver::nvrtc::Program;
 
 /// Texts that programs may include.
-const HEADERS: [(&str, &str); 12] = [
+const HEADERS: [(&str, &str); 16] = [
     ("ptx.cuh", include_str!("../kernels/ptx.cuh")),
     ("group.cuh", include_str!("../kernels/group.cuh")),
     ("announce.cuh", include_str!("../kernels/announce.cuh")),
@@ -18,6 +18,22 @@ const HEADERS: [(&str, &str); 12] = [
     (
         "low_latency_params.cuh",
         include_str!("../kernels/low_latency_params.cuh"),
+    ),
+    (
+        "dispatch_shared.cuh",
+        include_str!("../kernels/dispatch_shared.cuh"),
+    ),
+    (
+        "dispatch_count.cuh",
+        include_str!("../kernels/dispatch_count.cuh"),
+    ),
+    (
+        "dispatch_send.cuh",
+        include_str!("../kernels/dispatch_send.cuh"),
+    ),
+    (
+        "dispatch_receive.cuh",
+        include_str!("../kernels/dispatch_receive.cuh"),
     ),
     (
         "dispatch_params.cuh",

@@ -19,8 +19,10 @@ import reference
 from deep_ep import Buffer, Group, run_local
 from test_high_throughput import layout
 
+# A shell starts its background jobs with Ctrl-C ignored, and every process below inherits that.
 PROGRAM = """
-import numpy as np, ml_dtypes, sys, threading, time
+import numpy as np, ml_dtypes, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import deep_ep
 from deep_ep import Buffer, Group
 x = np.zeros((4, 64), ml_dtypes.bfloat16)

@@ -65,7 +65,7 @@ struct Call {
         polls++;
         if (polls % 32 == 0 && ld_relaxed_sys(group.abort_word(me())) != 0) return false;
         if (polls % 512 != 0) return true;
-        const bool gone = ld_relaxed_sys(p.group.gone) >> peer & 1;
+        const bool gone = group.is_gone(peer);
         // What a rank wrote before it went is there by the next time.
         if (gone && polls < Group::GONE) {
             polls |= Group::GONE;
@@ -157,17 +157,8 @@ struct Call {
 // so it needs no block to wait for another.
 __device__ inline void leave_call(const Call& call, bool failed) {
     if (__syncthreads_or(failed) && threadIdx.x == 0) {
-        const GroupParams& p = call.p.group;
         fence_acq_rel_gpu();
-        Report* report = p.report;
-        const u32 stage = atomicAdd(&p.state->failed, 0);
-        report->operation = p.operation;
-        report->stage = stage;
-        report->missing = atomicOr(&p.state->missing, 0);
-        report->abort = ld_relaxed_sys(call.group.abort_word(p.rank));
-        fence_acq_rel_sys();
-        const bool gone = ld_relaxed_sys(p.gone) & p.state->missing;
-        st_relaxed_sys(&report->failed, stage == STAGE_NONE ? 2u : gone ? 3u : 1u);
+        report_failure(call.group);
     }
     if (blockIdx.x != 0 || threadIdx.x != 0) return;
     const GroupParams& p = call.p.group;

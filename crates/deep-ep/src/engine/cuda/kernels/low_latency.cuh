@@ -44,6 +44,9 @@ struct Call {
 
     __device__ __forceinline__ u64 half() const { return group.call & 1; }
 
+    // Whether the launch does all of the call.
+    __device__ __forceinline__ bool is_whole() const { return p.phases & LL_SEND && p.phases & LL_RECEIVE; }
+
     __device__ __forceinline__ bool is_masked(u32 rank) const { return masked >> rank & 1; }
 
     // Words that this call's number is in, in the region of `at`.
@@ -152,16 +155,31 @@ struct Call {
     }
 };
 
-// Ends a launch; called by all threads of all blocks. No thread of a launch reads the number that
-// the launch writes (a receive reads what its send wrote and the next send what the receive wrote),
-// so it needs no block to wait for another.
-__device__ inline void leave_call(const Call& call, bool failed) {
+// A launch that does all of a call reads the number that it writes itself: the last block to have
+// read it writes it. Gives the last thread of a block its place among them, behind a barrier that is
+// behind all reads of the block. It is not needed before the end, so nobody waits for it.
+__device__ inline u32 enter_call(const Call& call) {
+    if (!call.is_whole() || threadIdx.x != THREADS - 1) return 0;
+    fence_acq_rel_gpu();
+    return atomicAdd(&call.p.group.state->arrived, 1);
+}
+
+// Ends a launch; called by all threads of all blocks. Unless it does all of a call, no thread of a
+// launch reads the number that the launch writes (a receive reads what its send wrote and the next
+// send what the receive wrote), so it needs no block to wait for another.
+__device__ inline void leave_call(const Call& call, u32 place, bool failed) {
     if (__syncthreads_or(failed) && threadIdx.x == 0) {
         fence_acq_rel_gpu();
         report_failure(call.group);
     }
-    if (blockIdx.x != 0 || threadIdx.x != 0) return;
     const GroupParams& p = call.p.group;
+    if (call.is_whole()) {
+        if (threadIdx.x != THREADS - 1 || place != gridDim.x - 1) return;
+        p.state->arrived = 0;
+        p.state->calls = call.group.call;
+        return;
+    }
+    if (blockIdx.x != 0 || threadIdx.x != 0) return;
     const u64 before = ld_relaxed_sys(&p.state->calls);
     const bool over = call.p.phases & LL_RECEIVE || call.p.phases == LL_REJECT;
     p.second_state->calls = over ? before + 1 : before;
@@ -311,8 +329,11 @@ __device__ __forceinline__ u32 chunks_of(const Sources& sources, u32 source, u32
 }
 
 // Waits for the announcements; `counts`, if not 0, is in shared memory and gets those `[ranks]
-// [local_experts]` behind. False: a wait gave up. Called by all threads.
-__device__ inline bool gather(const Call& call, const Shape& shape, Sources& sources, u32* words, u32* counts) {
+// [local_experts]` behind. Before it waits, the last warp does `first`. False: a wait gave up. Called
+// by all threads.
+template <class First>
+__device__ inline bool gather(const Call& call, const Shape& shape, Sources& sources, u32* words, u32* counts,
+                              const First& first) {
     const u32 length = WORD_COUNTS + (counts ? shape.local_experts : 0);
     if (threadIdx.x == 0) {
         sources.all.words = words;
@@ -326,6 +347,7 @@ __device__ inline bool gather(const Call& call, const Shape& shape, Sources& sou
     }
     if (threadIdx.x < 64) sources.waited[threadIdx.x] = 0;
     __syncthreads();
+    if (threadIdx.x / 32 == WARPS - 1) first();
     const i64 start = clock64();
     for (u32 i = threadIdx.x; i < shape.ranks * length; i += THREADS) {
         const u32 source = i / length, w = i % length;
@@ -438,7 +460,7 @@ __device__ inline void tell(const Call& call, const Sources& sources) {
 __device__ inline bool reject(const Call& call, const Shape& shape, Sources& sources, u32* words) {
     if (!(call.p.phases & LL_RECEIVE)) announce(call, shape, 0, nullptr);
     if (call.p.phases & LL_SEND) return true;
-    if (!gather(call, shape, sources, words, nullptr)) return false;
+    if (!gather(call, shape, sources, words, nullptr, [] {})) return false;
     judge(shape, sources);
     tell(call, sources);
     return true;

@@ -10,24 +10,59 @@ using RankBits = u32;
 using RankBits = u64;
 #endif
 
-__device__ inline RankBits ranks_of(const DispatchParams& p, const Shape& shape, u32 token, u64* bad) {
+// Choices that a thread loads at once, and what stands for no rank.
+constexpr u32 CHOICES_AHEAD = 16;
+constexpr u8 NOBODY = 0xff;
+
+// The rank of each choice of `tokens` tokens from `first` on, in shared memory: neighbouring threads
+// read neighbouring choices. All threads.
+__device__ inline void find_ranks(const DispatchParams& p, const Shape& shape, const Shared& shared, u32 first,
+                                  u32 tokens, u64* bad) {
+    const u32 choices = tokens * shape.top_k;
+    const u64 before = u64(first) * shape.top_k;
+    const bool dense = p.topk.column_stride == 1 && p.topk.row_stride == shape.top_k;
+    const Divisor local(shape.local_experts, p.experts);
+    u8* ranks = shared.choice_ranks(p, shape);
+    u32 lowest_bad = ~0u;
+#pragma unroll 1
+    for (u32 start = threadIdx.x; start < choices; start += CHOICES_AHEAD * THREADS) {
+        i64 id[CHOICES_AHEAD];
+#pragma unroll
+        for (u32 c = 0; c < CHOICES_AHEAD; c++) {
+            const u32 i = start + c * THREADS;
+            if (i >= choices) continue;
+            id[c] = dense ? flat_index_at(p.topk, p.index_bytes, before + i)
+                          : index_at(p.topk, p.index_bytes, first + i / shape.top_k, i % shape.top_k);
+        }
+#pragma unroll
+        for (u32 c = 0; c < CHOICES_AHEAD; c++) {
+            const u32 i = start + c * THREADS;
+            if (i >= choices) continue;
+            if (id[c] >= i64(p.experts)) lowest_bad = min(lowest_bad, i);
+            const bool some = id[c] >= 0 && id[c] < i64(p.experts);
+            ranks[i] = some ? u8(local.divide(u32(id[c]))) : NOBODY;
+        }
+    }
+    if (lowest_bad != ~0u) atomicMin(bad, before + lowest_bad);
+}
+
+// The ranks that the `i`-th of these tokens goes to.
+__device__ __forceinline__ RankBits ranks_of(const DispatchParams& p, const Shape& shape, const Shared& shared,
+                                             u32 token, u32 i) {
     RankBits ranks = 0;
     if (p.route_source == ROUTES_MASK) {
         const u8* mask = reinterpret_cast<const u8*>(p.routes[0]) + u64(token) * shape.ranks;
         for (u32 r = 0; r < shape.ranks; r++) ranks |= RankBits(mask[r] != 0) << r;
         return ranks;
     }
+    const u8* choices = shared.choice_ranks(p, shape) + i * shape.top_k;
 #pragma unroll 8
     for (u32 k = 0; k < shape.top_k; k++) {
-        const i64 id = index_at(p.topk, p.index_bytes, token, k);
-        if (id >= i64(p.experts)) atomicMin(bad, u64(token) * shape.top_k + k);
-        if (id >= 0 && id < i64(p.experts)) ranks |= RankBits(1) << (u32(id) / shape.local_experts);
+        const u8 rank = choices[k];
+        if (rank != NOBODY) ranks |= RankBits(1) << rank;
     }
     return ranks;
 }
-
-// Tokens that a thread looks at before anybody waits.
-constexpr u32 CHUNKS = 4;
 
 // Finds the rows before each warp's chunk for each rank, and adds all to `sent`. All threads.
 __device__ inline void scan_chunks(const Shape& shape, const Shared& shared) {
@@ -64,16 +99,22 @@ __device__ inline void scan_chunks(const Shape& shape, const Shared& shared) {
 __device__ inline void count_tokens(const DispatchParams& p, const Shape& shape, const Shared& shared, u64* bad) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Share share(p);
+    const Divisor grain(share.grain, p.tokens), blocks(share.blocks, p.tokens);
     i32* slots = reinterpret_cast<i32*>(p.slots);
     u8* mask = reinterpret_cast<u8*>(p.is_token_in_rank);
     for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) shared.sent[r] = 0;
     __syncthreads();
+#pragma unroll 1
     for (u32 first = 0; first < p.tokens; first += CHUNKS * THREADS) {
+        if (p.route_source == ROUTES_TOPK) {
+            find_ranks(p, shape, shared, first, min(p.tokens - first, CHUNKS * THREADS), bad);
+            __syncthreads();
+        }
         RankBits ranks[CHUNKS];
 #pragma unroll
         for (u32 c = 0; c < CHUNKS; c++) {
-            const u32 token = first + c * THREADS + threadIdx.x;
-            ranks[c] = token < p.tokens ? ranks_of(p, shape, token, bad) : 0;
+            const u32 i = c * THREADS + threadIdx.x, token = first + i;
+            ranks[c] = token < p.tokens ? ranks_of(p, shape, shared, token, i) : 0;
         }
 #pragma unroll
         for (u32 c = 0; c < CHUNKS; c++) {
@@ -90,7 +131,7 @@ __device__ inline void count_tokens(const DispatchParams& p, const Shape& shape,
         for (u32 c = 0; c < CHUNKS; c++) {
             const u32 token = first + c * THREADS + threadIdx.x;
             u32 i = 0;
-            const bool mine = token < p.tokens && share.find(token, i);
+            const bool mine = token < p.tokens && share.find(token, grain, blocks, i);
 #pragma unroll 1
             for (u32 r = 0; r < shape.ranks; r++) {
                 const bool goes = ranks[c] >> r & 1;

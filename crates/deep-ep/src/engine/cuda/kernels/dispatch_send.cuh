@@ -12,7 +12,8 @@ struct RowTarget {
 // What travels with a token's row, as one lane holds it. Loaded before the row, so that both are on
 // their way at once.
 struct Travels {
-    i64 id;
+    // -1: none.
+    i32 id;
     u32 weight;
     u32 scales[2];
 
@@ -20,7 +21,8 @@ struct Travels {
         const u32 lane = threadIdx.x % 32;
         id = -1, weight = 0, scales[0] = scales[1] = 0;
         if (p.topk.data && lane < shape.top_k && p.route_source != ROUTES_HANDLE) {
-            id = index_at(p.topk, p.index_bytes, u32(token), lane);
+            const i64 expert = index_at(p.topk, p.index_bytes, u32(token), lane);
+            id = expert < 0 ? -1 : i32(expert);
             const u64 at = token * p.weights.row_stride + lane * p.weights.column_stride;
             if (p.weights.data) weight = reinterpret_cast<const u32*>(p.weights.data)[at];
         }
@@ -36,13 +38,14 @@ struct Travels {
     __device__ __forceinline__ void store(const DispatchParams& p, const Shape& shape, u64 token, u32 rank,
                                           const RowTarget& to) const {
         const u32 lane = threadIdx.x % 32;
-        const i64 local = id - i64(rank) * shape.local_experts;
-        const bool hosted = id >= 0 && local >= 0 && local < shape.local_experts;
+        // A rank's experts come one after another; calls with an id out of range were rejected.
+        const i32 local = id - i32(rank * shape.local_experts);
+        const bool hosted = id >= 0 && local >= 0 && local < i32(shape.local_experts);
         if (lane < shape.top_k && to.topk) {
             if (p.index_bytes == 8) {
-                reinterpret_cast<i64*>(to.topk)[lane] = hosted ? local : -1;
+                reinterpret_cast<i64*>(to.topk)[lane] = hosted ? i64(local) : -1;
             } else {
-                reinterpret_cast<i32*>(to.topk)[lane] = hosted ? i32(local) : -1;
+                reinterpret_cast<i32*>(to.topk)[lane] = hosted ? local : -1;
             }
         }
         if (lane < shape.top_k && to.weights) reinterpret_cast<u32*>(to.weights)[lane] = hosted ? weight : 0;

@@ -8,6 +8,23 @@ constexpr u32 THREADS = 512;
 constexpr u32 WARPS = THREADS / 32;
 // The last warp publishes what the others have sent.
 constexpr u32 DATA_WARPS = WARPS - 1;
+// Tokens that a thread looks at before anybody waits.
+constexpr u32 CHUNKS = 4;
+
+// Division by a number that is not known to the compiler.
+struct Divisor {
+    u32 by, factor;
+
+    // Of numbers below `limit`.
+    __device__ Divisor(u32 divisor, u32 limit)
+        : by(divisor), factor(divisor > 1 && divisor <= 65536 && limit <= 65536 ? ~0u / divisor + 1 : 0) {}
+
+    // The factor exceeds 2^32 / by by less than 1, so that the product exceeds the quotient by less
+    // than number / 2^32, and the next multiple of 1 / by is further away: by * limit <= 2^32.
+    __device__ __forceinline__ u32 divide(u32 number) const {
+        return by == 1 ? number : factor ? __umulhi(number, factor) : number / by;
+    }
+};
 
 // The shape, from constants where they are known.
 struct Shape {
@@ -62,6 +79,11 @@ struct Shared {
         own_prefix = reinterpret_cast<const i32*>(p.routes[2]);
     }
 
+    // `[CHUNKS * THREADS][top_k]`: the rank of each choice, behind everything else.
+    __device__ __forceinline__ u8* choice_ranks(const DispatchParams& p, const Shape& shape) const {
+        return reinterpret_cast<u8*>(warp_rows + max(CHUNKS * WARPS * shape.ranks, p.experts));
+    }
+
     // Rows that the handle says come from `source`.
     __device__ u32 expected(const DispatchParams& p, u32 source, u32 ranks) const {
         const u32 me = p.group.rank;
@@ -92,14 +114,18 @@ struct Share {
     }
 
     // Which of this block's tokens it is; false if it is another block's.
-    __device__ __forceinline__ bool find(u32 token, u32& i) const {
-        const u32 unit = token / grain;
-        i = unit / blocks * grain + token % grain;
-        return unit % blocks == block;
+    __device__ __forceinline__ bool find(u32 token, const Divisor& by_grain, const Divisor& by_blocks, u32& i) const {
+        const u32 unit = by_grain.divide(token), turn = by_blocks.divide(unit);
+        i = turn * grain + token - unit * grain;
+        return unit - turn * blocks == block;
     }
 };
 
-__device__ __forceinline__ i64 index_at(const Matrix& topk, u32 bytes, u32 row, u32 column) {
-    const u64 at = row * topk.row_stride + column * topk.column_stride;
+// The index at a place of a dense matrix.
+__device__ __forceinline__ i64 flat_index_at(const Matrix& topk, u32 bytes, u64 at) {
     return bytes == 8 ? reinterpret_cast<const i64*>(topk.data)[at] : i64(reinterpret_cast<const i32*>(topk.data)[at]);
+}
+
+__device__ __forceinline__ i64 index_at(const Matrix& topk, u32 bytes, u32 row, u32 column) {
+    return flat_index_at(topk, bytes, row * topk.row_stride + column * topk.column_stride);
 }

@@ -139,6 +139,66 @@ struct GroupParams {
     u32 reserved;
 };
 
+__device__ __forceinline__ u8* region_of(const GroupParams& p, u32 rank) { return reinterpret_cast<u8*>(p.bases[rank]); }
+
+__device__ __forceinline__ u64* abort_word_of(const GroupParams& p, u32 at) {
+    return reinterpret_cast<u64*>(region_of(p, at) + p.abort_at);
+}
+
+// For whom `source` waited when it gave up, in the region of `at`.
+__device__ __forceinline__ u64* missing_word_of(const GroupParams& p, u32 at, u32 source) {
+    return reinterpret_cast<u64*>(region_of(p, at) + p.missing_at) + source;
+}
+
+// Whether a rank writes nothing more: this rank's host has seen it go, or it has dropped its buffer.
+// What it wrote before is seen by who asks first and looks then.
+__device__ __noinline__ bool is_gone(const GroupParams& p, u32 rank) {
+    if (ld_relaxed_sys(p.gone) >> rank & 1) return true;
+    const u64* dropped = reinterpret_cast<const u64*>(region_of(p, p.rank) + p.dropped_at) + rank;
+    return ld_relaxed_sys(dropped) != 0;
+}
+
+// Set in CallState::left by whoever gives up.
+constexpr u32 LEFT_EARLY = 1u << 31;
+
+// Another rank gave up while this thread waited for `peer`.
+__device__ __noinline__ void follow_abort(const GroupParams& p, u32 stage, u32 peer) {
+    atomicOr(&p.state->left, LEFT_EARLY);
+    // Another thread may have given up first; its error names this thread's peer too.
+    if (atomicAdd(&p.state->failed, 0) == stage) atomicOr(&p.state->missing, u64(1) << peer);
+}
+
+// This thread has waited for `peer` in vain: tells all ranks to leave. Does not wait.
+__device__ __noinline__ void give_up(const GroupParams& p, u32 stage, u32 peer) {
+    atomicOr(&p.state->left, LEFT_EARLY);
+    atomicCAS(&p.state->failed, u32(STAGE_NONE), stage);
+    const u64 bit = u64(1) << peer;
+    const u64 missing = atomicOr(&p.state->missing, bit) | bit;
+    fence_acq_rel_gpu();
+    for (u32 r = 0; r < p.ranks; r++) st_relaxed_sys(missing_word_of(p, r, p.rank), missing);
+    fence_acq_rel_sys();
+    const u64 word = u64(1) << 63 | u64(p.rank) << 32 | p.operation << 8 | stage;
+    for (u32 r = 0; r < p.ranks; r++) st_relaxed_sys(abort_word_of(p, r), word);
+}
+
+// Tells the host that a wait gave up.
+__device__ __noinline__ void report_failure(const GroupParams& p) {
+    Report* report = p.report;
+    const u32 stage = atomicAdd(&p.state->failed, 0);
+    const u64 missing = atomicOr(&p.state->missing, 0), abort = ld_relaxed_sys(abort_word_of(p, p.rank));
+    report->operation = p.operation;
+    report->stage = stage;
+    report->missing = missing;
+    report->abort = abort;
+    // Written before the abort word that was seen.
+    fence_acq_rel_sys();
+    report->abort_missing = ld_relaxed_sys(missing_word_of(p, p.rank, u32(abort >> 32) % 64 % p.ranks));
+    bool gone = false;
+    for (u64 rest = missing; rest != 0; rest &= rest - 1) gone |= is_gone(p, __ffsll(rest) - 1);
+    fence_acq_rel_sys();
+    st_relaxed_sys(&report->failed, stage == STAGE_NONE ? 2u : gone ? 3u : 1u);
+}
+
 // The group in the eyes of one thread.
 struct Group {
     const GroupParams& p;
@@ -152,7 +212,7 @@ struct Group {
 
     __device__ __forceinline__ u64 word(u32 value) const { return u64(tag()) << 32 | value; }
 
-    __device__ __forceinline__ u8* base(u32 rank) const { return reinterpret_cast<u8*>(p.bases[rank]); }
+    __device__ __forceinline__ u8* base(u32 rank) const { return region_of(p, rank); }
 
     // The announcement of `source` in the region of `at`.
     __device__ __forceinline__ u64* announcement(u32 at, u32 source) const {
@@ -170,33 +230,8 @@ struct Group {
         return reinterpret_cast<u64*>(base(at) + p.flags_at + (u64(source) * p.flags + index) * 16);
     }
 
-    __device__ __forceinline__ u64* abort_word(u32 at) const {
-        return reinterpret_cast<u64*>(base(at) + p.abort_at);
-    }
-
-    // For whom `source` waited when it gave up, in the region of `at`.
-    __device__ __forceinline__ u64* missing_word(u32 at, u32 source) const {
-        return reinterpret_cast<u64*>(base(at) + p.missing_at) + source;
-    }
-
-    // Tells all ranks to leave. Does not wait.
-    __device__ void raise_abort(u32 stage, u64 missing) const {
-        const u64 word = u64(1) << 63 | u64(p.rank) << 32 | p.operation << 8 | stage;
-        for (u32 r = 0; r < p.ranks; r++) st_relaxed_sys(missing_word(r, p.rank), missing);
-        fence_acq_rel_sys();
-        for (u32 r = 0; r < p.ranks; r++) st_relaxed_sys(abort_word(r), word);
-    }
-
-    // Whether a rank writes nothing more: this rank's host has seen it go, or it has dropped its
-    // buffer. What it wrote before is seen by who asks first and looks then.
-    __device__ bool is_gone(u32 rank) const {
-        if (ld_relaxed_sys(p.gone) >> rank & 1) return true;
-        const u64* dropped = reinterpret_cast<const u64*>(base(p.rank) + p.dropped_at) + rank;
-        return ld_relaxed_sys(dropped) != 0;
-    }
-
-    // Set in CallState::left by whoever gives up.
-    static constexpr u32 LEFT_EARLY = 1u << 31;
+    // Whether a rank of the group gave up.
+    __device__ __forceinline__ bool is_over() const { return ld_relaxed_sys(abort_word_of(p, p.rank)) != 0; }
 
     // Set in `polls` when the peer has been found gone.
     static constexpr u32 GONE = 1u << 31;
@@ -204,29 +239,20 @@ struct Group {
     // Called between two looks at a word that is not there yet. False: leave.
     __device__ bool patient(u32& polls, u32 stage, u32 peer) const {
         polls++;
-        if (polls % 32 == 0 && ld_relaxed_sys(abort_word(p.rank)) != 0) {
-            atomicOr(&p.state->left, LEFT_EARLY);
-            // Another thread may have given up first; its error names this thread's peer too.
-            if (atomicAdd(&p.state->failed, 0) == stage) atomicOr(&p.state->missing, u64(1) << peer);
+        if (polls % 32 == 0 && is_over()) {
+            follow_abort(p, stage, peer);
             return false;
         }
-        if (polls % 512 == 0) {
-            const bool gone = is_gone(peer);
-            // What a rank wrote before it went is there by the next time.
-            if (gone && polls < GONE) {
-                polls |= GONE;
-                return true;
-            }
-            if (!gone && globaltimer() < deadline) return true;
-            atomicOr(&p.state->left, LEFT_EARLY);
-            atomicCAS(&p.state->failed, u32(STAGE_NONE), stage);
-            const u64 bit = u64(1) << peer;
-            const u64 missing = atomicOr(&p.state->missing, bit) | bit;
-            fence_acq_rel_gpu();
-            raise_abort(stage, missing);
-            return false;
+        if (polls % 512 != 0) return true;
+        const bool gone = is_gone(p, peer);
+        // What a rank wrote before it went is there by the next time.
+        if (gone && polls < GONE) {
+            polls |= GONE;
+            return true;
         }
-        return true;
+        if (!gone && globaltimer() < deadline) return true;
+        give_up(p, stage, peer);
+        return false;
     }
 
     // Waits until `*address` belongs to this call; its value, or false.
@@ -271,25 +297,6 @@ __device__ inline bool grid_barrier(const Group& group, bool& last) {
     return __syncthreads_and(here);
 }
 
-// Tells the host that a wait gave up.
-__device__ inline void report_failure(const Group& group) {
-    const GroupParams& p = group.p;
-    Report* report = p.report;
-    const u32 stage = atomicAdd(&p.state->failed, 0);
-    const u64 missing = atomicOr(&p.state->missing, 0), abort = ld_relaxed_sys(group.abort_word(p.rank));
-    report->operation = p.operation;
-    report->stage = stage;
-    report->missing = missing;
-    report->abort = abort;
-    fence_acq_rel_sys();
-    // Written before the abort word that was seen.
-    report->abort_missing = ld_relaxed_sys(group.missing_word(p.rank, u32(abort >> 32) % 64 % p.ranks));
-    bool gone = false;
-    for (u64 rest = missing; rest != 0; rest &= rest - 1) gone |= group.is_gone(__ffsll(rest) - 1);
-    fence_acq_rel_sys();
-    st_relaxed_sys(&report->failed, stage == STAGE_NONE ? 2u : gone ? 3u : 1u);
-}
-
 // Ends a launch; called by all threads of all blocks, whatever happened. The last block brings the
 // state forward and tells the host of a failure.
 __device__ inline void leave(const Group& group) {
@@ -298,11 +305,11 @@ __device__ inline void leave(const Group& group) {
     const GroupParams& p = group.p;
     fence_acq_rel_gpu();
     const u32 left = atomicAdd(&p.state->left, 1);
-    if ((left & ~Group::LEFT_EARLY) != gridDim.x - 1) return;
+    if ((left & ~LEFT_EARLY) != gridDim.x - 1) return;
     fence_acq_rel_gpu();
     p.state->arrived = 0;
     p.state->left = 0;
-    if (left & Group::LEFT_EARLY) report_failure(group);
+    if (left & LEFT_EARLY) report_failure(p);
     if (p.advance) {
         p.state->calls = group.call;
         if (p.second_state) p.second_state->calls = group.call;

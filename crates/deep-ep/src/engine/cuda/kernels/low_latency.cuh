@@ -66,9 +66,9 @@ struct Call {
     __device__ __forceinline__ bool patient(u32& polls, u32 stage, u32 peer) const {
         if (!p.shrink) return group.patient(polls, stage, peer);
         polls++;
-        if (polls % 32 == 0 && ld_relaxed_sys(group.abort_word(me())) != 0) return false;
+        if (polls % 32 == 0 && group.is_over()) return false;
         if (polls % 512 != 0) return true;
-        const bool gone = group.is_gone(peer);
+        const bool gone = ::is_gone(p.group, peer);
         // What a rank wrote before it went is there by the next time.
         if (gone && polls < Group::GONE) {
             polls |= Group::GONE;
@@ -79,7 +79,7 @@ struct Call {
 
     // Whether a wait that failed concerns only the peer.
     __device__ __forceinline__ bool goes_on() const {
-        return p.shrink && ld_relaxed_sys(group.abort_word(me())) == 0;
+        return p.shrink && !group.is_over();
     }
 
     __device__ __forceinline__ bool wait_word(const u64* address, u32& value, u32 stage, u32 peer) const {
@@ -170,7 +170,7 @@ __device__ inline u32 enter_call(const Call& call) {
 __device__ inline void leave_call(const Call& call, u32 place, bool failed) {
     if (__syncthreads_or(failed) && threadIdx.x == 0) {
         fence_acq_rel_gpu();
-        report_failure(call.group);
+        report_failure(call.p.group);
     }
     const GroupParams& p = call.p.group;
     if (call.is_whole()) {

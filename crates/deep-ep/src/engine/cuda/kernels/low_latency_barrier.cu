@@ -23,8 +23,8 @@ extern "C" __global__ void __launch_bounds__(64, 1) low_latency_barrier(const __
             if (!p.shrink) {
                 here = group.patient(polls, STAGE_BARRIER, rank);
             } else if (++polls % 64 == 0) {
-                here = !group.is_gone(rank) && globaltimer() < group.deadline;
-                if (here) here = ld_relaxed_sys(group.abort_word(me)) == 0;
+                here = !is_gone(p.group, rank) && globaltimer() < group.deadline;
+                if (here) here = !group.is_over();
             }
         }
         if (!here && p.shrink) {

@@ -117,7 +117,14 @@ fn shared_bytes(params: &DispatchParams) -> u64 {
         + u64::from(params.units)
         + u64::from(params.slot_tokens) * ranks
         + (CHUNKS * WARPS * ranks).max(params.experts.into());
-    words * 4
+    let choices = match params.route_source {
+        route_source::TOPK => {
+            let tokens = u64::from(params.tokens).min(CHUNKS * u64::from(THREADS));
+            tokens * u64::from(params.top_k)
+        }
+        _ => 0,
+    };
+    words * 4 + choices
 }
 
 /// The kernel for a launch of so many blocks, its shape, and what of the parameters depends on them.

@@ -244,6 +244,8 @@ class HighThroughput(Calls):
             use_handle(arguments, native, handle)
         else:
             use_layout(arguments, native, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
+        counts_given = (is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
+        inputs = (data, scales, topk_idx, topk_weights, *(handle or counts_given))
         call = self._timeline(travelling.rows.spec).begin(
             previous, async_finish, allocate_on_comm_stream
         )
@@ -252,7 +254,6 @@ class HighThroughput(Calls):
             counts, parts, lent = self._core.dispatch(native, travelling.allocate)
             recv_x, recv_scales, recv_idx, recv_weights = arrived = travelling.arrived(lent)
             made = None if parts is None else handle_of(travelling.rows.arrays, parts)
-            inputs = (data, scales, topk_idx, topk_weights, is_token_in_rank, *(handle or ()))
             event = call.end((*inputs, *arrived, *(made or ())))
         finally:
             call.leave()

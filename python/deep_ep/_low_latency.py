@@ -48,7 +48,9 @@ class Arrival:
         arrays = self.arrays
         return arrays.spec(self.x), None if self.scales is None else arrays.spec(self.scales)
 
-    def later(self, pending: _native.PendingLowLatencyDispatch, ranks: int) -> tuple[list[Any], Hook]:
+    def later(
+        self, pending: _native.PendingLowLatencyDispatch, ranks: int, call: _streams.Call
+    ) -> tuple[list[Any], Hook]:
         """``recv_count``, ``src_info`` and ``layout_range``, which the hook fills with the rest."""
         arrays, like, (local, rows, _) = self.arrays, self.like, self.sizes
         tables = (
@@ -58,8 +60,9 @@ class Arrival:
         )
 
         def hook() -> None:
-            for to, memory in zip(tables, pending.finish(*self.specs())):
-                arrays.copy(to, memory)
+            with call.here():
+                for to, memory in zip(tables, pending.finish(*self.specs())):
+                    arrays.copy(to, memory)
 
         return [arrays.wrap(table) for table in tables], hook
 
@@ -145,18 +148,21 @@ class LowLatency(Calls):
         format = ("ue8m0" if use_ue8m0 else "f32") if use_fp8 else "bf16"
         self._next_combine = None
         call = self._begin(spec, async_finish, return_recv_hook)
-        native["stream"] = call.stream
-        pending = self._core.low_latency_dispatch(native, tuple(arguments.kept))
-        most = native["max_tokens_per_rank"]
-        sizes = (num_experts // self.group_size, self.group_size * most, spec[2][1])
-        arrival = Arrival(arrays, raw, sizes, format)
-        numbers = (most, sizes[2], num_experts)
-        if return_recv_hook:
-            (count, *tables), hook = arrival.later(pending, self.group_size)
-            return arrival.rows(), count, (*tables, *numbers), EventOverlap(None), hook
-        count, *tables = map(arrays.of_memory, pending.finish(*arrival.specs()))
-        event = call.end(())
-        event.extra_tensors = (x, topk_idx, stats, arrival.x, arrival.scales, count, *tables)
+        try:
+            native["stream"] = call.stream
+            pending = self._core.low_latency_dispatch(native, tuple(arguments.kept))
+            most = native["max_tokens_per_rank"]
+            sizes = (num_experts // self.group_size, self.group_size * most, spec[2][1])
+            arrival = Arrival(arrays, raw, sizes, format)
+            numbers = (most, sizes[2], num_experts)
+            if return_recv_hook:
+                (count, *tables), hook = arrival.later(pending, self.group_size, call)
+                return arrival.rows(), count, (*tables, *numbers), EventOverlap(None), hook
+            count, *tables = map(arrays.of_memory, pending.finish(*arrival.specs()))
+            event = call.end(())
+        finally:
+            call.leave()
+        event.extra_tensors = (*arguments.kept, arrival.x, arrival.scales, count, *tables)
         return arrival.rows(), count, (*tables, *numbers), event, None
 
     def _begin(self, x: Spec, async_finish: bool, hook: bool) -> _streams.Call:
@@ -227,29 +233,31 @@ class LowLatency(Calls):
         }
         self._next_combine = None
         call = self._begin(spec, async_finish, return_recv_hook)
-        native["stream"] = call.stream
-        pending = self._core.low_latency_combine(native, tuple(arguments.kept))
+        try:
+            native["stream"] = call.stream
+            pending = self._core.low_latency_combine(native, tuple(arguments.kept))
+            result = arrays.wrap(combined) if out is None else out
 
-        def result() -> Any:
-            return arrays.wrap(combined) if out is None else out
+            def hook() -> None:
+                pending.finish(to)
 
-        def hook() -> None:
-            pending.finish(to)
-
-        if return_recv_hook:
-            return result(), EventOverlap(None), hook
-        hook()
-        event = call.end(())
-        event.extra_tensors = (x, topk_idx, topk_weights, *handle[:2], result())
-        return event.extra_tensors[-1], event, None
+            if return_recv_hook:
+                return result, EventOverlap(None), hook
+            hook()
+            event = call.end(())
+        finally:
+            call.leave()
+        event.extra_tensors = (*arguments.kept, result)
+        return result, event, None
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Any:
         """``[E/R, R*M, H]`` bf16 to be filled for the next call, a combine with ``zero_copy``."""
         arguments = Arguments(self._core, None)
         specs = handle_specs(arguments, handle)
         arrays = arguments.kind("handle (src_info)", handle[0])
-        self._next_combine = self._core.low_latency_combine_buffer(specs, arguments.kept)
-        return arrays.of_memory(self._next_combine.memory())
+        loan = self._next_combine = self._core.low_latency_combine_buffer(specs, arguments.kept)
+        self._timeline(specs[0]).lend(loan)
+        return arrays.of_memory(loan.memory())
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Masks a rank, or takes it back. Needs ``enable_shrink``."""

@@ -13,6 +13,7 @@ use crate::{
     blocking::{Cancel, wait},
     buffer::Buffer,
     errors::raise,
+    lot::Lot,
     memory::{Loan, Memory, View},
     tensor::{Owner, Spec, write_optional},
 };
@@ -123,6 +124,7 @@ struct Held<P> {
 struct Once<P> {
     held: Mutex<Option<Held<P>>>,
     cancel: Cancel,
+    lot: Lot,
 }
 
 impl<P: Send> Once<P> {
@@ -130,6 +132,7 @@ impl<P: Send> Once<P> {
         Self {
             held: Mutex::new(Some(held)),
             cancel: buffer.cancel.clone(),
+            lot: buffer.lot.clone(),
         }
     }
 
@@ -182,12 +185,14 @@ impl PendingLowLatencyDispatch {
             };
             pending.finish_into(out)
         })?;
-        let owner = Arc::new(handle);
-        let memory = |tensor| Memory::new(View::of(&tensor), owner.clone());
-        let (info, layout) = (memory(owner.src_info()), memory(owner.layout_range()));
-        let counts = Arc::new(counts);
-        let count = Memory::new(View::of(&counts.as_tensor()), counts);
-        Ok((count, info, layout))
+        let made = Arc::new((counts, handle));
+        let (counts, handle) = &*made;
+        let count = View::of(&counts.as_tensor());
+        let owner = self.0.lot.owner(count.device, made.clone());
+        let memory = |view| Memory::new(view, owner.clone());
+        let tables = [handle.src_info(), handle.layout_range()];
+        let [info, layout] = tables.map(|tensor| memory(View::of(&tensor)));
+        Ok((memory(count), info, layout))
     }
 }
 

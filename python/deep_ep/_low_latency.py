@@ -213,9 +213,8 @@ class LowLatency(Calls):
         stats = combine_wait_recv_cost_stats
         if out is None:
             shape = (idx[2][0] if idx[2] else 0, spec[2][-1] if spec[2] else 0)
-            with arguments.told():
-                combined = arrays.empty(shape, arrays.named("bfloat16"), raw)
-                to = arrays.spec(combined)
+            combined = arguments.told(arrays.empty, shape, arrays.named("bfloat16"), raw)
+            to = arrays.spec(combined)
             # The pending call keeps it, whatever the caller does with it before the hook.
             arguments.kept.append(combined)
         else:
@@ -289,9 +288,10 @@ def check_hook(arguments: Arguments, arrays: Arrays, async_finish: bool, hook: b
 def handle_specs(arguments: Arguments, handle: Any) -> tuple[Spec, Spec, int, int, int]:
     """A handle as the native module takes it."""
     info, layout, tokens, hidden, experts = arguments.handle(handle, HANDLE)
+    of_info, of_layout = arguments.specs(("handle (src_info)", "handle (layout_range)"), (info, layout))
     return (
-        arguments.spec("handle (src_info)", info),
-        arguments.spec("handle (layout_range)", layout),
+        of_info,
+        of_layout,
         arguments.count("handle (num_max_dispatch_tokens_per_rank)", tokens),
         arguments.count("handle (hidden)", hidden),
         arguments.count("handle (num_experts)", experts),

@@ -92,12 +92,14 @@ class HostTimeline:
 
     def __init__(self) -> None:
         self.comm_stream: Any = HostStream()
+        # Calls have no state here.
+        self.call, self.async_call = HostCall(False), HostCall(True)
 
     def begin(self, previous: Optional[EventHandle], async_: bool, on_comm: bool) -> Call:
-        return HostCall(async_)
+        return self.async_call if async_ else self.call
 
     def begin_here(self) -> Call:
-        return HostCall(False)
+        return self.call
 
     def lend(self, loan: Any) -> None:
         pass

@@ -118,6 +118,10 @@ class TorchCudaKit(TorchKit):
         def rank(group: Group) -> T:
             cuda.set_device(group.rank() % cuda.device_count())
             with cuda.stream(cuda.Stream()):
+                # A thread's first product makes a handle of cuBLAS.
+                some = self.torch.ones(8, 8, device=self.device)
+                (some @ some).sum().item()
+                group.barrier()
                 result = fn(group)
                 cuda.current_stream().synchronize()
             return result
@@ -175,4 +179,5 @@ def load_kernels() -> None:
             (a.bfloat16() @ a.bfloat16()).float().sum().item()
             (a @ a).sum().item()
             (torch.arange(64, device="cuda") < 3).any().item()
+            torch.cuda._sleep(1000)
             torch.cuda.synchronize()

@@ -21,7 +21,7 @@ pub(super) fn measure(
     let case = Case { context, capacity };
     let first = context
         .buffer
-        .low_latency_dispatch(case.input())?
+        .low_latency_dispatch(case.input(true))?
         .finish()?;
     case.settle()?;
     let (mut x, mut scales) = (first.x, first.scales);
@@ -39,13 +39,14 @@ struct Case<'a> {
 }
 
 impl<'a> Case<'a> {
-    fn input(&self) -> LowLatencyDispatchInput<'a> {
+    fn input(&self, at_once: bool) -> LowLatencyDispatchInput<'a> {
         let context = self.context;
         LowLatencyDispatchInput {
             format: match context.dtype {
                 RowType::Bf16 => RowFormat::Bf16,
                 RowType::Fp8 => RowFormat::Fp8(ScaleFormat::F32),
             },
+            at_once,
             stream: context.stream.as_stream(),
             ..LowLatencyDispatchInput::new(
                 context.tensors.rows.as_tensor(),
@@ -72,12 +73,12 @@ impl<'a> Case<'a> {
     ) -> Result<()> {
         let (timer, buffer) = (&self.context.timer, self.context.buffer);
         let both = timer.graph(|| {
-            let pending = buffer.low_latency_dispatch(self.input())?;
+            let pending = buffer.low_latency_dispatch(self.input(true))?;
             pending.finish_into(output(x, scales)).map(drop)
         })?;
         self.settle()?;
         let [send, receive] = timer.halves(
-            || buffer.low_latency_dispatch(self.input()),
+            || buffer.low_latency_dispatch(self.input(false)),
             |pending| pending.finish_into(output(x, scales)).map(drop),
         )?;
         self.settle()?;
@@ -113,7 +114,8 @@ impl<'a> Case<'a> {
                 CombineRows::Loan(loan.insert(room))
             }
         };
-        let input = || LowLatencyCombineInput {
+        let input = |at_once: bool| LowLatencyCombineInput {
+            at_once,
             stream: context.stream.as_stream(),
             ..LowLatencyCombineInput::new(
                 rows,
@@ -125,17 +127,17 @@ impl<'a> Case<'a> {
         let shape = [context.batch.tokens(), sizes.hidden];
         let mut combined = context.gpu.zeros(DType::Bf16, &shape, context.stream)?;
         buffer
-            .low_latency_combine(input())?
+            .low_latency_combine(input(true))?
             .finish_into(combined.as_tensor_mut())?;
         self.settle()?;
         let right = context.bits(&combined)?;
         let both = timer.graph(|| {
-            let pending = buffer.low_latency_combine(input())?;
+            let pending = buffer.low_latency_combine(input(true))?;
             pending.finish_into(combined.as_tensor_mut())
         })?;
         self.settle()?;
         let [send, receive] = timer.halves(
-            || buffer.low_latency_combine(input()),
+            || buffer.low_latency_combine(input(false)),
             |pending| pending.finish_into(combined.as_tensor_mut()),
         )?;
         self.settle()?;

@@ -125,6 +125,7 @@ impl super::Calls for Calls<'_> {
             self.capacity,
             self.sizes.experts,
         );
+        input.at_once = true;
         if self.scales.is_some() {
             input.format = RowFormat::Fp8(ScaleFormat::F32);
         }
@@ -175,8 +176,9 @@ impl super::Calls for Calls<'_> {
             (None, Some(memory)) => CombineRows::Caller(memory.as_tensor()),
             (None, None) => anyhow::bail!("the experts did not run"),
         };
-        let input =
+        let mut input =
             LowLatencyCombineInput::new(rows, batch.topk_idx()?, batch.topk_weights()?, handle);
+        input.at_once = true;
         let pending = self.rank.buffer.low_latency_combine(input)?;
         pending.finish_into(TensorMut::new(&mut self.combined, &shape)?)?;
         Ok(())

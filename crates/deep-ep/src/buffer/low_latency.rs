@@ -49,6 +49,9 @@ pub struct LowLatencyDispatchInput<'io> {
     pub recv_stats: Option<TensorMut<'io>>,
     /// `[R]` i64: clock cycles waited for each source rank are added to it.
     pub wait_stats: Option<TensorMut<'io>>,
+    /// Nothing is to run between the halves: the CUDA engine makes one launch of both when the call
+    /// is finished, which is faster, and gives all its errors then. Ranks may differ in it.
+    pub at_once: bool,
     /// Stream that the call is ordered on.
     pub stream: Stream,
 }
@@ -69,6 +72,7 @@ impl<'io> LowLatencyDispatchInput<'io> {
             format: RowFormat::default(),
             recv_stats: None,
             wait_stats: None,
+            at_once: false,
             stream: Stream::HOST,
         }
     }
@@ -99,7 +103,8 @@ pub struct LowLatencyDispatched {
     pub handle: LowLatencyHandle,
 }
 
-/// A low-latency dispatch whose send is done; nothing runs until it is finished.
+/// A low-latency dispatch whose send is done, or comes with the rest
+/// ([`at_once`](LowLatencyDispatchInput::at_once)); nothing runs until it is finished.
 #[must_use = "a dispatch that is not finished is abandoned"]
 pub struct PendingLowLatencyDispatch<'io> {
     pub(crate) call: Box<dyn LowLatencyDispatchCall>,
@@ -161,6 +166,8 @@ pub struct LowLatencyCombineInput<'io> {
     pub wire: CombineWire,
     /// `[R]` i64: clock cycles waited for each rank are added to it.
     pub wait_stats: Option<TensorMut<'io>>,
+    /// As [`LowLatencyDispatchInput::at_once`].
+    pub at_once: bool,
     /// Stream that the call is ordered on.
     pub stream: Stream,
 }
@@ -180,12 +187,14 @@ impl<'io> LowLatencyCombineInput<'io> {
             handle,
             wire: CombineWire::default(),
             wait_stats: None,
+            at_once: false,
             stream: Stream::HOST,
         }
     }
 }
 
-/// A low-latency combine whose send is done; nothing runs until it is finished.
+/// A low-latency combine whose send is done, or comes with the rest
+/// ([`at_once`](LowLatencyCombineInput::at_once)); nothing runs until it is finished.
 #[must_use = "a combine that is not finished is abandoned"]
 pub struct PendingLowLatencyCombine<'io> {
     pub(crate) call: Box<dyn LowLatencyCombineCall>,

@@ -25,7 +25,7 @@ plan! {
         format = 0,
         /// Outputs in the caller's memory.
         into = 0,
-        /// Receive by the hook.
+        /// 1 receive by the hook, 2 both halves at once, 3 so on every other rank.
         hook = 0,
         /// Combines with the handle.
         combines = 1,
@@ -52,6 +52,11 @@ const WIRES: [CombineWire; 3] = [CombineWire::Bf16, CombineWire::LogFmt, Combine
 /// `M` of a call.
 fn capacity(world: &World, calls: &Calls) -> usize {
     calls.capacity.max(world.most_tokens())
+}
+
+/// Whether a rank makes both halves at once.
+fn at_once(calls: &Calls, rank: Rank) -> bool {
+    calls.hook == 2 || calls.hook == 3 && rank.0 % 2 == 1
 }
 
 /// A configuration with room for `calls` with `world`.
@@ -119,6 +124,7 @@ pub(crate) fn dispatch(buffer: &Buffer, world: &World, calls: &Calls) -> LowLate
     let max = capacity(world, calls);
     let mut input = LowLatencyDispatchInput::new(data.x(), data.idx(), max, world.experts());
     input.format = FORMATS[calls.format];
+    input.at_once = at_once(calls, rank);
     input.recv_stats = Some(TensorMut::new(&mut received, &[local]).expect("as long"));
     input.wait_stats = Some(TensorMut::new(&mut waited, &[ranks]).expect("as long"));
     let pending = buffer
@@ -140,7 +146,7 @@ pub(crate) fn dispatch(buffer: &Buffer, world: &World, calls: &Calls) -> LowLate
         let (counts, handle) = pending.finish_into(out).expect("every rank dispatches");
         (Output::Caller(x, scales), counts, handle)
     } else {
-        let done = match calls.hook > 0 {
+        let done = match calls.hook == 1 {
             true => pending.hook()(),
             false => pending.finish(),
         };
@@ -351,6 +357,7 @@ pub(crate) fn combine(
     let mut waited = vec![0i64; ranks];
     let mut input = LowLatencyCombineInput::new(x, data.idx(), weights, handle);
     input.wire = WIRES[calls.wire];
+    input.at_once = at_once(calls, rank);
     input.wait_stats = Some(TensorMut::new(&mut waited, &[ranks]).expect("as long"));
     let pending = buffer
         .low_latency_combine(input)

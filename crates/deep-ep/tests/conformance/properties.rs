@@ -161,7 +161,7 @@ fn high_throughput_cases() -> impl Strategy<Value = (usize, Params)> {
 }
 
 fn low_latency_cases() -> impl Strategy<Value = (usize, Params)> {
-    let there = (0..=40usize, 0..=3usize, 0..=1usize, 0..=1usize);
+    let there = (0..=40usize, 0..=3usize, 0..=1usize, 0..=3usize);
     let back = (0..=2usize, 0..=2usize, 0..=2usize, 0..=1usize, hidden());
     (1..=8usize, world(hidden()), there, back).prop_map(|(ranks, world, there, back)| {
         let (capacity, format, into, hook) = there;

@@ -26,6 +26,7 @@ fn config(ranks: usize) -> LowLatencyConfig {
 
 /// Inputs, and outputs that every call writes.
 struct Case {
+    at_once: bool,
     x: OwnedTensor,
     idx: OwnedTensor,
     out: OwnedTensor,
@@ -37,7 +38,7 @@ fn value(rank: usize, token: usize) -> bf16 {
 }
 
 impl Case {
-    fn new(rank: &Rank) -> Self {
+    fn new(rank: &Rank, at_once: bool) -> Self {
         let x: Vec<bf16> = (0..TOKENS)
             .flat_map(|token| [value(rank.rank, token); HIDDEN])
             .collect();
@@ -47,6 +48,7 @@ impl Case {
         let up = |tensor: Tensor<'_>| rank.gpu.upload(&tensor, &rank.stream).unwrap();
         let shape = [LOCAL, rank.ranks * TOKENS, HIDDEN];
         Self {
+            at_once,
             x: up(Tensor::new(&x, &[TOKENS, HIDDEN]).unwrap()),
             idx: up(Tensor::new(&idx, &[TOKENS, TOP_K]).unwrap()),
             out: rank.gpu.zeros(DType::Bf16, &shape, &rank.stream).unwrap(),
@@ -58,6 +60,7 @@ impl Case {
         let (x, idx) = (self.x.as_tensor(), self.idx.as_tensor());
         let mut input = LowLatencyDispatchInput::new(x, idx, TOKENS, rank.ranks * LOCAL);
         input.stream = rank.stream.as_stream();
+        input.at_once = self.at_once;
         let out = LowLatencyDispatchOutput {
             x: self.out.as_tensor_mut(),
             scales: None,
@@ -93,7 +96,9 @@ impl Case {
 fn graphs_of_1_and_3_calls_alternate_with_eager_ones() {
     const RANKS: usize = 2;
     run(RANKS, Some(config(RANKS)), |rank| {
-        let mut cases = [(), (), ()].map(|()| Case::new(rank));
+        // Launches of one half and of both follow each other, and meet each other across ranks.
+        let ways = [true, false, rank.rank == 1];
+        let mut cases = ways.map(|at_once| Case::new(rank, at_once));
         for case in &mut cases {
             case.call(rank).unwrap();
             rank.settle();

@@ -73,7 +73,12 @@ fn nothing_is_left_when_all_ranks_are_killed() {
         // The folder for such files stays, empty.
         let secrets = temporary.join("deep-ep");
         assert_eq!(entries(&secrets), [""; 0], "{kind:?}");
-        assert_eq!(entries(&temporary), ["deep-ep"], "{kind:?}");
+        // The driver of NVIDIA's GPUs has a folder of its own.
+        let left: Vec<_> = entries(&temporary)
+            .into_iter()
+            .filter(|name| name != ".nv")
+            .collect();
+        assert_eq!(left, ["deep-ep"], "{kind:?}");
         let left: Vec<_> = sockets()
             .into_iter()
             .filter(|name| pids.iter().any(|pid| name.contains(&pid.to_string())))

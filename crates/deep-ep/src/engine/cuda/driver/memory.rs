@@ -270,6 +270,22 @@ impl PinnedWords {
     pub(crate) fn address(&self) -> u64 {
         self.device
     }
+
+    /// Copies them to `to` by a copy engine, in the stream's order.
+    ///
+    /// # Safety
+    ///
+    /// As many words at `to` are memory that the stream's GPU may write, until the copy is done.
+    pub(crate) unsafe fn copy_to(&self, stream: &Stream, to: u64) -> Result<()> {
+        let _entered = stream.context.enter()?;
+        // SAFETY: the source is ours; the caller vouches for the rest.
+        unsafe {
+            call!(
+                self.context.device.driver,
+                cuMemcpyHtoDAsync_v2(to, self.host.as_ptr().cast(), self.len * 8, stream.raw)
+            )
+        }
+    }
 }
 
 impl Drop for PinnedWords {

@@ -18,13 +18,15 @@ const EXPERTS: u64 = 1024;
 /// Offsets in a region, in bytes; the same on all ranks.
 ///
 /// ```text
-/// abort | announcements [2][R] | texts [2][R] | flags [R][FLAGS] | (low-latency area) | heap
+/// abort | missing [R] | dropped [R] | announcements [2][R] | texts [2][R] | flags [R][FLAGS] | (low-latency area) | heap
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Control {
     ranks: u64,
     /// Experts of a rank that there are words for.
     pub(crate) local_experts: u64,
+    missing_at: u64,
+    dropped_at: u64,
     announce_at: u64,
     announce_stride: u64,
     text_at: u64,
@@ -49,7 +51,10 @@ impl Control {
         let ranks = ranks as u64;
         let known = experts.map_or(0, |experts| experts as u64 / ranks);
         let local_experts = known.max(EXPERTS);
-        let announce_at = 256;
+        // The abort word, which waiting kernels look at, has a line of its own.
+        let missing_at = 128;
+        let dropped_at = missing_at + ranks * 8;
+        let announce_at = (dropped_at + ranks * 8).next_multiple_of(128);
         // Behind the counts are those of experts, or another count for each rank.
         let words = ANNOUNCE_WORDS + ranks + local_experts.max(ranks);
         let announce_stride = (words * 8).next_multiple_of(128);
@@ -59,6 +64,8 @@ impl Control {
         Ok(Self {
             ranks,
             local_experts,
+            missing_at,
+            dropped_at,
             announce_at,
             announce_stride,
             text_at,
@@ -67,9 +74,16 @@ impl Control {
         })
     }
 
+    /// Where a rank says in every region that it has dropped its buffer.
+    pub(crate) fn dropped_at(&self, rank: usize) -> u64 {
+        self.dropped_at + rank as u64 * 8
+    }
+
     /// Fills the offsets in.
     pub(crate) fn describe(&self, params: &mut GroupParams) {
         params.abort_at = 0;
+        params.missing_at = self.missing_at;
+        params.dropped_at = self.dropped_at;
         params.announce_at = self.announce_at;
         params.announce_stride = self.announce_stride;
         params.text_at = self.text_at;
@@ -91,7 +105,8 @@ mod tests {
                 assert!(control.announce_stride >= words * 8);
                 assert!(control.announce_stride >= (ANNOUNCE_WORDS + 2 * control.ranks) * 8);
                 let announcements = 2 * control.ranks * control.announce_stride;
-                assert!(control.announce_at >= 8);
+                assert!(control.dropped_at >= control.missing_at + control.ranks * 8);
+                assert!(control.announce_at >= control.dropped_at + control.ranks * 8);
                 assert!(control.text_at >= control.announce_at + announcements);
                 assert!(control.flags_at >= control.text_at + 2 * control.ranks * 512);
                 assert!(control.bytes >= control.flags_at + control.ranks * FLAGS * 16);

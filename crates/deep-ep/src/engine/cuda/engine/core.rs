@@ -78,6 +78,8 @@ pub(crate) struct Core {
     /// Words in which a kernel tells a waiting host what it knows.
     pub(crate) results: PinnedWords,
     rejects: PinnedWords,
+    /// Not 0: what peers are told when this rank drops its buffer.
+    dropped: PinnedWords,
     next_reject: AtomicU32,
     next_ticket: AtomicU32,
     states: DeviceMemory,
@@ -172,6 +174,7 @@ impl Core {
             enable_shrink: config.enable_shrink,
             results: PinnedWords::new(&context, 8 + 3 * ranks + control.local_experts as usize)?,
             rejects: PinnedWords::new(&context, REJECTS * TEXT_BYTES / 8)?,
+            dropped: PinnedWords::new(&context, 1)?,
             next_reject: AtomicU32::new(0),
             next_ticket: AtomicU32::new(1),
             states: words(bytemuck::cast_slice(&states), "call states")?,
@@ -226,6 +229,8 @@ impl Core {
             // The GPU adds it to its timer.
             timeout: self.timeout.as_nanos().min(u128::from(u64::MAX / 2)) as u64,
             abort_at: 0,
+            missing_at: 0,
+            dropped_at: 0,
             announce_at: 0,
             announce_stride: 0,
             text_at: 0,
@@ -492,11 +497,30 @@ impl Core {
             tracing::warn!("a buffer is dropped while its last call is still running");
         }
     }
+
+    /// Tells the peers' kernels that this rank writes nothing more. By a copy engine: a kernel might
+    /// find no room beside those that wait for it.
+    fn tell_dropped(&self) -> Result<()> {
+        self.dropped.words()[0].store(1, Ordering::Release);
+        for rank in (0..self.ranks).filter(|&rank| rank != self.rank) {
+            let to = self.symmetric.base(rank) + self.control.dropped_at(self.rank);
+            // SAFETY: the word lies in the peer's region, which this rank still maps.
+            unsafe { self.dropped.copy_to(&self.side, to)? };
+        }
+        let start = Instant::now();
+        while !self.side.is_done()? && start.elapsed() < DROP_PATIENCE {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        Ok(())
+    }
 }
 
 impl Drop for Core {
     fn drop(&mut self) {
         self.settle();
+        if let Err(error) = self.tell_dropped() {
+            tracing::warn!(%error, "peers were not told that a buffer was dropped");
+        }
     }
 }
 

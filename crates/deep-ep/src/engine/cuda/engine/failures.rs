@@ -109,10 +109,13 @@ impl Failures {
     }
 
     fn failure(&self, report: &Report) -> Error {
-        let ranks = (0..64)
-            .filter(|rank| report.missing >> rank & 1 != 0)
-            .map(Rank)
-            .collect();
+        let ranks_of = |bits: u64| {
+            (0..64)
+                .filter(|rank| bits >> rank & 1 != 0)
+                .map(Rank)
+                .collect()
+        };
+        let ranks = ranks_of(report.missing);
         let operation = operation_name(report.operation);
         match report.failed {
             1 | 3 if self.interrupted.load(Ordering::Acquire) => Error::Aborted {
@@ -131,7 +134,7 @@ impl Failures {
                 by: Rank((report.abort >> 32 & 0x7fff_ffff) as usize),
                 operation: operation_name(report.abort as u32 >> 8 & 0xff),
                 stage: stage_name(report.abort as u32 & 0xff),
-                ranks,
+                ranks: ranks_of(report.abort_missing),
             },
             _ => Error::PeerLost {
                 operation,

@@ -40,6 +40,7 @@ pub(crate) struct Report {
     pub(crate) reserved: u32,
     pub(crate) missing: u64,
     pub(crate) abort: u64,
+    pub(crate) abort_missing: u64,
     pub(crate) verdict: u32,
     pub(crate) verdict_rank: u32,
     pub(crate) verdict_operation: u32,
@@ -59,6 +60,8 @@ pub(crate) struct GroupParams {
     pub(crate) gone: u64,
     pub(crate) timeout: u64,
     pub(crate) abort_at: u64,
+    pub(crate) missing_at: u64,
+    pub(crate) dropped_at: u64,
     pub(crate) announce_at: u64,
     pub(crate) announce_stride: u64,
     pub(crate) text_at: u64,
@@ -320,7 +323,7 @@ pub(crate) fn assertions() -> String {
             verdict_status, verdict_detail, text,
         }
         GroupParams {
-            bases, state, second_state, report, gone, timeout, abort_at, announce_at,
+            bases, state, second_state, report, gone, timeout, abort_at, missing_at, dropped_at, announce_at,
             announce_stride, text_at, flags_at, flags, rank, ranks, operation, advance,
         }
         Matrix { data, row_stride, column_stride }

@@ -126,8 +126,8 @@ __device__ inline void tell_verdict(const Group& group, const Announced& all, u6
         const u8* text = group.text(group.p.rank, rank);
         for (u32 i = 0; i < TEXT_BYTES; i++) report->text[i] = text[i];
     }
-    // A rank knows what it rejected itself.
-    const bool own = rank == group.p.rank && status == STATUS_HOST;
+    // A rank knows what it rejected itself, also if another one did so too.
+    const bool own = all.word(group.p.rank, WORD_STATUS) == STATUS_HOST;
     if (result == nullptr && all.verdict != VERDICT_OK && !own && report->verdict == 0) {
         report->verdict_rank = rank;
         report->verdict_operation = group.p.operation;

@@ -96,6 +96,8 @@ struct Report {
     u32 reserved;
     u64 missing;
     u64 abort;
+    // Ranks that the one who gave up had waited for.
+    u64 abort_missing;
     // A verdict other than VERDICT_OK of a call that nobody waits for.
     u32 verdict;
     u32 verdict_rank;
@@ -117,9 +119,12 @@ struct GroupParams {
     const u64* gone;
     // Nanoseconds that a wait may take.
     u64 timeout;
-    // Offsets in every region: the abort word; announcements `[2][ranks]`, so far apart; texts of
-    // rejects `[2][ranks]`; flags `[ranks][flags]` of 16 bytes.
+    // Offsets in every region: the abort word; `[ranks]` for whom each rank waited when it gave up, and
+    // whether it has dropped its buffer; announcements `[2][ranks]`, so far apart; texts of rejects
+    // `[2][ranks]`; flags `[ranks][flags]` of 16 bytes.
     u64 abort_at;
+    u64 missing_at;
+    u64 dropped_at;
     u64 announce_at;
     u64 announce_stride;
     u64 text_at;
@@ -169,10 +174,25 @@ struct Group {
         return reinterpret_cast<u64*>(base(at) + p.abort_at);
     }
 
+    // For whom `source` waited when it gave up, in the region of `at`.
+    __device__ __forceinline__ u64* missing_word(u32 at, u32 source) const {
+        return reinterpret_cast<u64*>(base(at) + p.missing_at) + source;
+    }
+
     // Tells all ranks to leave. Does not wait.
-    __device__ void raise_abort(u32 stage) const {
+    __device__ void raise_abort(u32 stage, u64 missing) const {
         const u64 word = u64(1) << 63 | u64(p.rank) << 32 | p.operation << 8 | stage;
+        for (u32 r = 0; r < p.ranks; r++) st_relaxed_sys(missing_word(r, p.rank), missing);
+        fence_acq_rel_sys();
         for (u32 r = 0; r < p.ranks; r++) st_relaxed_sys(abort_word(r), word);
+    }
+
+    // Whether a rank writes nothing more: this rank's host has seen it go, or it has dropped its
+    // buffer. What it wrote before is seen by who asks first and looks then.
+    __device__ bool is_gone(u32 rank) const {
+        if (ld_relaxed_sys(p.gone) >> rank & 1) return true;
+        const u64* dropped = reinterpret_cast<const u64*>(base(p.rank) + p.dropped_at) + rank;
+        return ld_relaxed_sys(dropped) != 0;
     }
 
     // Set in CallState::left by whoever gives up.
@@ -191,7 +211,7 @@ struct Group {
             return false;
         }
         if (polls % 512 == 0) {
-            const bool gone = ld_relaxed_sys(p.gone) >> peer & 1;
+            const bool gone = is_gone(peer);
             // What a rank wrote before it went is there by the next time.
             if (gone && polls < GONE) {
                 polls |= GONE;
@@ -200,9 +220,10 @@ struct Group {
             if (!gone && globaltimer() < deadline) return true;
             atomicOr(&p.state->left, LEFT_EARLY);
             atomicCAS(&p.state->failed, u32(STAGE_NONE), stage);
-            atomicOr(&p.state->missing, u64(1) << peer);
+            const u64 bit = u64(1) << peer;
+            const u64 missing = atomicOr(&p.state->missing, bit) | bit;
             fence_acq_rel_gpu();
-            raise_abort(stage);
+            raise_abort(stage, missing);
             return false;
         }
         return true;
@@ -250,6 +271,25 @@ __device__ inline bool grid_barrier(const Group& group, bool& last) {
     return __syncthreads_and(here);
 }
 
+// Tells the host that a wait gave up.
+__device__ inline void report_failure(const Group& group) {
+    const GroupParams& p = group.p;
+    Report* report = p.report;
+    const u32 stage = atomicAdd(&p.state->failed, 0);
+    const u64 missing = atomicOr(&p.state->missing, 0), abort = ld_relaxed_sys(group.abort_word(p.rank));
+    report->operation = p.operation;
+    report->stage = stage;
+    report->missing = missing;
+    report->abort = abort;
+    fence_acq_rel_sys();
+    // Written before the abort word that was seen.
+    report->abort_missing = ld_relaxed_sys(group.missing_word(p.rank, u32(abort >> 32) % 64 % p.ranks));
+    bool gone = false;
+    for (u64 rest = missing; rest != 0; rest &= rest - 1) gone |= group.is_gone(__ffsll(rest) - 1);
+    fence_acq_rel_sys();
+    st_relaxed_sys(&report->failed, stage == STAGE_NONE ? 2u : gone ? 3u : 1u);
+}
+
 // Ends a launch; called by all threads of all blocks, whatever happened. The last block brings the
 // state forward and tells the host of a failure.
 __device__ inline void leave(const Group& group) {
@@ -262,18 +302,7 @@ __device__ inline void leave(const Group& group) {
     fence_acq_rel_gpu();
     p.state->arrived = 0;
     p.state->left = 0;
-    if (left & Group::LEFT_EARLY) {
-        const u64 abort = ld_relaxed_sys(group.abort_word(p.rank));
-        Report* report = p.report;
-        const u32 failed = p.state->failed;
-        report->operation = p.operation;
-        report->stage = failed;
-        report->missing = p.state->missing;
-        report->abort = abort;
-        fence_acq_rel_sys();
-        const bool gone = ld_relaxed_sys(p.gone) & p.state->missing;
-        st_relaxed_sys(&report->failed, failed == STAGE_NONE ? 2u : gone ? 3u : 1u);
-    }
+    if (left & Group::LEFT_EARLY) report_failure(group);
     if (p.advance) {
         p.state->calls = group.call;
         if (p.second_state) p.second_state->calls = group.call;

@@ -44,6 +44,9 @@ struct Call {
 
     __device__ __forceinline__ u64 half() const { return group.call & 1; }
 
+    // Whether the launch does all of the call.
+    __device__ __forceinline__ bool is_whole() const { return p.phases & LL_SEND && p.phases & LL_RECEIVE; }
+
     __device__ __forceinline__ bool is_masked(u32 rank) const { return masked >> rank & 1; }
 
     // Words that this call's number is in, in the region of `at`.
@@ -65,7 +68,7 @@ struct Call {
         polls++;
         if (polls % 32 == 0 && ld_relaxed_sys(group.abort_word(me())) != 0) return false;
         if (polls % 512 != 0) return true;
-        const bool gone = ld_relaxed_sys(p.group.gone) >> peer & 1;
+        const bool gone = group.is_gone(peer);
         // What a rank wrote before it went is there by the next time.
         if (gone && polls < Group::GONE) {
             polls |= Group::GONE;
@@ -152,25 +155,31 @@ struct Call {
     }
 };
 
-// Ends a launch; called by all threads of all blocks. No thread of a launch reads the number that
-// the launch writes (a receive reads what its send wrote and the next send what the receive wrote),
-// so it needs no block to wait for another.
-__device__ inline void leave_call(const Call& call, bool failed) {
+// A launch that does all of a call reads the number that it writes itself: the last block to have
+// read it writes it. Gives the last thread of a block its place among them, behind a barrier that is
+// behind all reads of the block. It is not needed before the end, so nobody waits for it.
+__device__ inline u32 enter_call(const Call& call) {
+    if (!call.is_whole() || threadIdx.x != THREADS - 1) return 0;
+    fence_acq_rel_gpu();
+    return atomicAdd(&call.p.group.state->arrived, 1);
+}
+
+// Ends a launch; called by all threads of all blocks. Unless it does all of a call, no thread of a
+// launch reads the number that the launch writes (a receive reads what its send wrote and the next
+// send what the receive wrote), so it needs no block to wait for another.
+__device__ inline void leave_call(const Call& call, u32 place, bool failed) {
     if (__syncthreads_or(failed) && threadIdx.x == 0) {
-        const GroupParams& p = call.p.group;
         fence_acq_rel_gpu();
-        Report* report = p.report;
-        const u32 stage = atomicAdd(&p.state->failed, 0);
-        report->operation = p.operation;
-        report->stage = stage;
-        report->missing = atomicOr(&p.state->missing, 0);
-        report->abort = ld_relaxed_sys(call.group.abort_word(p.rank));
-        fence_acq_rel_sys();
-        const bool gone = ld_relaxed_sys(p.gone) & p.state->missing;
-        st_relaxed_sys(&report->failed, stage == STAGE_NONE ? 2u : gone ? 3u : 1u);
+        report_failure(call.group);
+    }
+    const GroupParams& p = call.p.group;
+    if (call.is_whole()) {
+        if (threadIdx.x != THREADS - 1 || place != gridDim.x - 1) return;
+        p.state->arrived = 0;
+        p.state->calls = call.group.call;
+        return;
     }
     if (blockIdx.x != 0 || threadIdx.x != 0) return;
-    const GroupParams& p = call.p.group;
     const u64 before = ld_relaxed_sys(&p.state->calls);
     const bool over = call.p.phases & LL_RECEIVE || call.p.phases == LL_REJECT;
     p.second_state->calls = over ? before + 1 : before;
@@ -320,8 +329,11 @@ __device__ __forceinline__ u32 chunks_of(const Sources& sources, u32 source, u32
 }
 
 // Waits for the announcements; `counts`, if not 0, is in shared memory and gets those `[ranks]
-// [local_experts]` behind. False: a wait gave up. Called by all threads.
-__device__ inline bool gather(const Call& call, const Shape& shape, Sources& sources, u32* words, u32* counts) {
+// [local_experts]` behind. Before it waits, the last warp does `first`. False: a wait gave up. Called
+// by all threads.
+template <class First>
+__device__ inline bool gather(const Call& call, const Shape& shape, Sources& sources, u32* words, u32* counts,
+                              const First& first) {
     const u32 length = WORD_COUNTS + (counts ? shape.local_experts : 0);
     if (threadIdx.x == 0) {
         sources.all.words = words;
@@ -335,6 +347,7 @@ __device__ inline bool gather(const Call& call, const Shape& shape, Sources& sou
     }
     if (threadIdx.x < 64) sources.waited[threadIdx.x] = 0;
     __syncthreads();
+    if (threadIdx.x / 32 == WARPS - 1) first();
     const i64 start = clock64();
     for (u32 i = threadIdx.x; i < shape.ranks * length; i += THREADS) {
         const u32 source = i / length, w = i % length;
@@ -447,7 +460,7 @@ __device__ inline void tell(const Call& call, const Sources& sources) {
 __device__ inline bool reject(const Call& call, const Shape& shape, Sources& sources, u32* words) {
     if (!(call.p.phases & LL_RECEIVE)) announce(call, shape, 0, nullptr);
     if (call.p.phases & LL_SEND) return true;
-    if (!gather(call, shape, sources, words, nullptr)) return false;
+    if (!gather(call, shape, sources, words, nullptr, [] {})) return false;
     judge(shape, sources);
     tell(call, sources);
     return true;

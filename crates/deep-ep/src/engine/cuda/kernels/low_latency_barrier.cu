@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(64, 1) low_latency_barrier(const __
             if (!p.shrink) {
                 here = group.patient(polls, STAGE_BARRIER, rank);
             } else if (++polls % 64 == 0) {
-                here = !(ld_relaxed_sys(p.group.gone) >> rank & 1) && globaltimer() < group.deadline;
+                here = !group.is_gone(rank) && globaltimer() < group.deadline;
                 if (here) here = ld_relaxed_sys(group.abort_word(me)) == 0;
             }
         }

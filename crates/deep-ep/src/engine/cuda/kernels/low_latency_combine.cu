@@ -49,8 +49,8 @@ struct Shared {
 };
 
 // Announces, and tells every rank the weights of this rank's choices and where the rows are that
-// they belong to. Waits for nobody.
-__device__ inline void send(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
+// they belong to. Waits for nobody. Returns the last thread's place, see enter_call.
+__device__ inline u32 send(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
                             const Shared& shared) {
     const LowLatencyParams& p = call.p;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -61,6 +61,7 @@ __device__ inline void send(const LowLatencyCombineParams& params, const Call& c
     __syncthreads();
     count_before(p, shape, shared.counters, begin);
     __syncthreads();
+    const u32 place = enter_call(call);
     if (warp == 0) {
         for (u32 token = begin; token < end; token++) {
             u32 weight = 0;
@@ -70,7 +71,7 @@ __device__ inline void send(const LowLatencyCombineParams& params, const Call& c
             }
             const Places places(p, shape, shared.counters, token);
             if (lane >= shape.top_k) continue;
-            const u32 place = places.place(p, shape);
+            const u32 row = places.place(p, shape);
             const u64 entry = ((u64(call.me()) * p.max_tokens + token) * shape.top_k + lane) * 2;
             for (u32 i = 1; i <= shape.ranks; i++) {
                 // Other ranks first: these are on their way while this rank's own are written.
@@ -78,17 +79,18 @@ __device__ inline void send(const LowLatencyCombineParams& params, const Call& c
                 if (call.is_masked(to)) continue;
                 const bool concerns = places.choices.expert >= 0 && places.choices.rank == to;
                 st_relaxed_sys(reinterpret_cast<u64*>(call.tagged(to)) + entry,
-                               call.group.word(concerns ? place : NO_PLACE), call.group.word(weight));
+                               call.group.word(concerns ? row : NO_PLACE), call.group.word(weight));
             }
         }
     }
     if (threadIdx.x == 0) {
         atomicAdd(&p.shared->wire_bytes, u64(end - begin) * shape.ranks * shape.top_k * 16);
     }
-    if (blockIdx.x != gridDim.x - 1) return;
+    if (blockIdx.x != gridDim.x - 1) return place;
     __syncthreads();
     // The last block has counted all tokens.
     announce(call, shape, *shared.counters.bad, nullptr);
+    return place;
 }
 
 // The tagged words of a token's choices in this rank's landing memory.
@@ -394,7 +396,7 @@ __device__ inline bool partials(const LowLatencyCombineParams& params, const Cal
         shared.begin[i] = u32(reinterpret_cast<const u64*>(params.layout_range)[i] >> 32);
     }
     for (u32 i = threadIdx.x; i < Shared::turns(call.p) * shape.ranks; i += THREADS) shared.done[i] = 0;
-    if (!gather(call, shape, sources, shared.words, nullptr)) return false;
+    if (!gather(call, shape, sources, shared.words, nullptr, [] {})) return false;
     judge(shape, sources);
     if (blockIdx.x == 0) {
         tell(call, sources);
@@ -505,7 +507,11 @@ __device__ inline bool receive(const LowLatencyCombineParams& params, const Call
     const LowLatencyParams& p = call.p;
     // The send has waited for all ranks, so a call that was given up needs nothing more. A verdict of
     // an earlier call: the send failed.
-    if (p.discard || ld_relaxed_sys(&p.shared->verdict) != call.group.word(VERDICT_OK)) return true;
+    if (p.discard) return true;
+    const bool came_about = p.phases & LL_PARTIALS
+                                ? sources.all.verdict == VERDICT_OK
+                                : ld_relaxed_sys(&p.shared->verdict) == call.group.word(VERDICT_OK);
+    if (!came_about) return true;
     const i64 start = clock64();
     if (threadIdx.x == 0) {
         const u64 everyone = shape.ranks == 64 ? ~u64(0) : (u64(1) << shape.ranks) - 1;
@@ -544,13 +550,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Shared shared(memory, &bad, p, shape);
     call.heed_exclusions();
     bool here = true;
+    u32 place = 0;
     if (p.phases & LL_REJECT) {
         here = reject(call, shape, sources, shared.words);
-    } else if (p.phases & LL_RECEIVE) {
-        here = receive(params, call, shape, sources);
     } else {
-        if (p.phases & LL_SEND) send(params, call, shape, shared);
+        if (p.phases & LL_SEND) place = send(params, call, shape, shared);
         if (p.phases & LL_PARTIALS) here = partials(params, call, shape, shared, sources);
+        // All warps of a block know whether one gave up.
+        if (p.phases & LL_RECEIVE && !__syncthreads_or(!here)) here = receive(params, call, shape, sources);
     }
-    leave_call(call, !here);
+    leave_call(call, place, !here);
 }

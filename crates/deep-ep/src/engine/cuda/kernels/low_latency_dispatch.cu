@@ -30,8 +30,9 @@ struct Shared {
     u64* targets;
     u32* target_count;
     Counters counters;
-    // `[ranks]`: the slots before this block's.
+    // `[ranks]`: the slots before this block's, and before the next one's.
     u32* first_slot;
+    u32* last_slot;
 
     // Receiving: `[ranks][WORD_COUNTS]`; `[ranks][local_experts]` counts, then where ranges begin.
     u32* words;
@@ -47,7 +48,7 @@ struct Shared {
         };
         target_count = take(BATCH);
         counters.experts = take(p.experts);
-        counters.ranks = take(shape.ranks);
+        counters.ranks = last_slot = take(shape.ranks);
         counters.bad = bad;
         first_slot = take(shape.ranks);
         words = take(shape.ranks * WORD_COUNTS);
@@ -114,14 +115,22 @@ struct Row {
     }
 };
 
-// Counts, announces and writes this block's tokens to the ranks they go to. Waits for nobody.
-__device__ inline void send(const LowLatencyDispatchParams& params, const Call& call, const Shape& shape,
+// The tokens of this block.
+struct Chunk {
+    u32 begin, end;
+
+    __device__ explicit Chunk(const LowLatencyParams& p)
+        : begin(min(blockIdx.x * p.chunk_tokens, p.tokens)), end(min(begin + p.chunk_tokens, p.tokens)) {}
+};
+
+// Counts, announces and writes this block's tokens to the ranks they go to. Waits for nobody. They
+// are to be published behind it. Returns the last thread's place, see enter_call.
+__device__ inline u32 send(const LowLatencyDispatchParams& params, const Call& call, const Shape& shape,
                             const Shared& shared) {
     const LowLatencyParams& p = call.p;
     const Wire wire(p, shape);
-    const u32 begin = min(blockIdx.x * p.chunk_tokens, p.tokens);
-    const u32 end = min(begin + p.chunk_tokens, p.tokens);
-    const u32 words = shape.hidden / 8;
+    const Chunk chunk(p);
+    const u32 begin = chunk.begin, end = chunk.end, words = shape.hidden / 8;
     const bool aligned = ALIGNED || (params.x | params.x_stride) % 16 == 0;
     for (u32 i = threadIdx.x; i < p.experts; i += THREADS) shared.counters.experts[i] = 0;
     for (u32 i = threadIdx.x; i < shape.ranks; i += THREADS) shared.counters.ranks[i] = 0;
@@ -135,6 +144,7 @@ __device__ inline void send(const LowLatencyDispatchParams& params, const Call& 
     __syncthreads();
     for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) shared.first_slot[r] = shared.counters.ranks[r];
     __syncthreads();
+    const u32 place = enter_call(call);
     u32 messages = 0;
     for (u32 batch = begin; batch < end; batch += BATCH) {
         const u32 tokens = min(BATCH, end - batch);
@@ -151,16 +161,23 @@ __device__ inline void send(const LowLatencyDispatchParams& params, const Call& 
     }
     // The last block has counted all tokens.
     if (blockIdx.x == gridDim.x - 1) announce(call, shape, *shared.counters.bad, shared.counters.experts);
-    if (begin == end) return;
-    for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) {
+    const u32 message_bytes = (2 + shape.top_k) * 8 + wire.row_bytes + wire.scale_bytes;
+    if (threadIdx.x == 0 && messages) atomicAdd(&p.shared->wire_bytes, u64(messages) * message_bytes);
+    return place;
+}
+
+// Lets every rank know which of its slots the block has filled. One warp, behind a barrier that is
+// behind the rows.
+__device__ inline void publish(const Call& call, const Shape& shape, const Shared& shared) {
+    const Chunk chunk(call.p);
+    if (chunk.begin == chunk.end) return;
+    for (u32 r = threadIdx.x % 32; r < shape.ranks; r += 32) {
         if (call.is_masked(r)) continue;
         // The block's rows come first.
         fence_acq_rel_sys();
         st_relaxed_sys(call.flag(r, call.me(), blockIdx.x), call.group.word(shared.first_slot[r]),
-                       call.group.word(shared.counters.ranks[r]));
+                       call.group.word(shared.last_slot[r]));
     }
-    const u32 message_bytes = (2 + shape.top_k) * 8 + wire.row_bytes + wire.scale_bytes;
-    if (threadIdx.x == 0) atomicAdd(&p.shared->wire_bytes, u64(messages) * message_bytes);
 }
 
 // Ranges begin behind those of the sources before. All threads.
@@ -304,7 +321,10 @@ __device__ inline bool put_rows(const LowLatencyDispatchParams& params, const Ca
 __device__ inline bool receive(const LowLatencyDispatchParams& params, const Call& call, const Shape& shape,
                                const Shared& shared, Sources& sources) {
     u32* counts = call.p.discard ? nullptr : shared.begin;
-    if (!gather(call, shape, sources, shared.words, counts)) return false;
+    const auto first = [&] {
+        if (call.is_whole()) publish(call, shape, shared);
+    };
+    if (!gather(call, shape, sources, shared.words, counts, first)) return false;
     judge(shape, sources);
     if (blockIdx.x == 0) tell(call, sources);
     if (call.p.discard) return true;
@@ -334,12 +354,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Shared shared(memory, &bad, p, shape);
     call.heed_exclusions();
     bool here = true;
+    u32 place = 0;
     if (p.phases & LL_REJECT) {
         here = reject(call, shape, sources, shared.words);
-    } else if (p.phases & LL_SEND) {
-        send(params, call, shape, shared);
     } else {
-        here = receive(params, call, shape, shared, sources);
+        if (p.phases & LL_SEND) place = send(params, call, shape, shared);
+        if (p.phases & LL_RECEIVE) {
+            here = receive(params, call, shape, shared, sources);
+        } else if (threadIdx.x < 32) {
+            publish(call, shape, shared);
+        }
     }
-    leave_call(call, !here);
+    leave_call(call, place, !here);
 }

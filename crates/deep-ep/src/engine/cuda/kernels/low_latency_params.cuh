@@ -3,7 +3,7 @@
 
 #include "dispatch_params.cuh"
 
-// Parts of a low-latency call. A launch does one of them, or the first two.
+// Parts of a low-latency call. A launch does one of them, the first two, or all.
 enum LowLatencyPhase {
     // dispatch: announces counts and writes rows. combine: announces, and sends the weights.
     LL_SEND = 1,
@@ -35,7 +35,7 @@ enum CombineWire {
 struct LowLatencyState {
     // Bytes that were written to landing memory.
     u64 wire_bytes;
-    // Of the latest combine: the call in the high, its verdict in the low 32 bits.
+    // Of the latest combine whose receive is a launch of its own: the call in the high, its verdict in the low 32 bits.
     u64 verdict;
     // The latest call in which it was decided whether a rank takes part (`call << 1 | 1`) or does
     // not come (`call << 1`).

@@ -61,6 +61,7 @@ impl Inputs {
             handle: &self.handle,
             wire: input.wire,
             wait_stats: self.wait_stats.as_mut().map(OwnedTensor::as_tensor_mut),
+            at_once: input.at_once,
             stream: lane.stream.as_stream(),
         }
     }

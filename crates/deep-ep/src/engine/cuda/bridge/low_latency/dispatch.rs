@@ -68,6 +68,7 @@ fn view<'a>(
         format: input.format,
         recv_stats: None,
         wait_stats: None,
+        at_once: input.at_once,
         stream: lane.stream.as_stream(),
     }
 }

@@ -7,6 +7,7 @@ use bytemuck::Zeroable;
 use super::{
     CallShape, Discard, LowLatency,
     area::{FLAGS, logfmt_bytes},
+    is_whole,
     params::{Cube, LowLatencyCombineParams, phase},
     receiving, threads,
 };
@@ -30,7 +31,7 @@ use crate::{
 
 const OPERATION: Operation = Operation::LowLatencyCombine;
 
-/// A combine whose send was launched.
+/// A combine whose send was launched, unless its parameters say that all is one launch.
 struct InFlight {
     low_latency: Arc<LowLatency>,
     on: OnStream,
@@ -51,7 +52,7 @@ fn blank(low_latency: &LowLatency) -> LowLatencyCombineParams {
     }
 }
 
-/// Launches the send.
+/// Launches the send, unless all is to be one launch.
 pub(super) fn begin(
     low_latency: &Arc<LowLatency>,
     input: &mut LowLatencyCombineInput<'_>,
@@ -87,6 +88,9 @@ pub(super) fn begin(
     low_latency.give_up_open(&on)?;
     let blocks = low_latency.blocks();
     match &core.split {
+        None if input.at_once => {
+            params.common.phases = phase::SEND | phase::PARTIALS | phase::RECEIVE;
+        }
         None => {
             params.common.phases = phase::SEND | phase::PARTIALS;
             launch(low_latency, &on, &params, blocks)?;
@@ -123,12 +127,16 @@ pub(super) fn reject(
     launch(low_latency, on, &params, 1)
 }
 
-/// Launches the receiving half of a call that was given up.
+/// Launches what is left of a call that was given up.
 pub(super) fn discard(
     low_latency: &LowLatency,
     on: &OnStream,
     mut params: LowLatencyCombineParams,
 ) -> Result<()> {
+    if is_whole(&params.common) {
+        params.common.phases = phase::SEND | phase::PARTIALS;
+        launch(low_latency, on, &params, low_latency.blocks())?;
+    }
     receiving(&low_latency.core, &mut params.common);
     params.common.discard = 1;
     launch(low_latency, on, &params, 1)?;
@@ -179,7 +187,9 @@ impl LowLatencyCombineCall for InFlight {
             return Ok(());
         }
         let mut params = self.params;
-        receiving(&low_latency.core, &mut params.common);
+        if !is_whole(&params.common) {
+            receiving(&low_latency.core, &mut params.common);
+        }
         params.out_stride = (out.strides()[0] * out.dtype().size()) as u64;
         params.out = out.as_mut_ptr() as u64;
         launch(low_latency, &self.on, &params, low_latency.blocks())?;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use bytemuck::Zeroable;
 
 use super::{
-    CallShape, Discard, LowLatency,
-    params::{Cube, LowLatencyDispatchParams},
+    CallShape, Discard, LowLatency, is_whole,
+    params::{Cube, LowLatencyDispatchParams, phase},
     receiving, threads,
 };
 use crate::engine::cuda::engine::control::ANNOUNCE_WORDS;
@@ -36,7 +36,7 @@ const OPERATION: Operation = Operation::LowLatencyDispatch;
 /// Tokens whose places a block knows at a time, as in low_latency_dispatch.cu.
 const BATCH: u64 = 8;
 
-/// A dispatch whose send was launched.
+/// A dispatch whose send was launched, unless its parameters say that all is one launch.
 struct InFlight {
     low_latency: Arc<LowLatency>,
     on: OnStream,
@@ -80,7 +80,7 @@ fn blank(low_latency: &LowLatency) -> LowLatencyDispatchParams {
     }
 }
 
-/// Launches the send.
+/// Launches the send, unless all is to be one launch.
 pub(super) fn begin(
     low_latency: &Arc<LowLatency>,
     input: &LowLatencyDispatchInput<'_>,
@@ -113,7 +113,11 @@ pub(super) fn begin(
     params.x_stride = (input.x.strides()[0] * input.x.dtype().size()) as u64;
     let on = core.begin(input.stream)?;
     low_latency.give_up_open(&on)?;
-    launch(low_latency, &on, &params, low_latency.blocks())?;
+    if input.at_once && core.split.is_none() {
+        params.common.phases = phase::SEND | phase::RECEIVE;
+    } else {
+        launch(low_latency, &on, &params, low_latency.blocks())?;
+    }
     let progress = Arc::<Progress>::default();
     low_latency.set_open(&progress, Discard::Dispatch(Box::new(params)));
     on.end()?;
@@ -141,12 +145,16 @@ pub(super) fn reject(
     launch(low_latency, on, &params, 1)
 }
 
-/// Launches the receiving half of a call that was given up: it waits for the announcements.
+/// Launches what is left of a call that was given up: it sends, and waits for the announcements.
 pub(super) fn discard(
     low_latency: &LowLatency,
     on: &OnStream,
     mut params: LowLatencyDispatchParams,
 ) -> Result<()> {
+    if is_whole(&params.common) {
+        params.common.phases = phase::SEND;
+        launch(low_latency, on, &params, low_latency.blocks())?;
+    }
     receiving(&low_latency.core, &mut params.common);
     params.common.discard = 1;
     launch(low_latency, on, &params, 1)?;
@@ -281,7 +289,9 @@ impl LowLatencyDispatchCall for InFlight {
         check_low_latency_output(input, low_latency.core.ranks, out, dtype, scales)?;
         let tables = self.tables()?;
         let mut params = self.params;
-        receiving(&low_latency.core, &mut params.common);
+        if !is_whole(&params.common) {
+            receiving(&low_latency.core, &mut params.common);
+        }
         params.out_x = Cube::of_mut(&mut out.x);
         params.out_scales = out.scales.as_mut().map_or(Cube::zeroed(), Cube::of_mut);
         params.src_info = tables.src_info.as_tensor().as_ptr() as u64;

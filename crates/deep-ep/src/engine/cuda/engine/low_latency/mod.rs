@@ -407,6 +407,11 @@ struct CallShape<'a> {
     exact: bool,
 }
 
+/// Whether one launch does all of the call; it was not made yet.
+fn is_whole(common: &LowLatencyParams) -> bool {
+    common.phases & phase::SEND != 0 && common.phases & phase::RECEIVE != 0
+}
+
 /// The launch that receives: it reads the number that the send has written.
 fn receiving(core: &Core, common: &mut LowLatencyParams) {
     common.group.state = core.state(Half::LowLatencySend);

@@ -48,10 +48,15 @@ class Arrival:
         arrays = self.arrays
         return arrays.spec(self.x), None if self.scales is None else arrays.spec(self.scales)
 
-    def later(
-        self, pending: _native.PendingLowLatencyDispatch, ranks: int, call: _streams.Call
-    ) -> tuple[list[Any], Hook]:
+    def later(self, pending: _native.PendingLowLatencyDispatch, ranks: int) -> tuple[list[Any], Hook]:
         """``recv_count``, ``src_info`` and ``layout_range``, which the hook fills with the rest."""
+        known = pending.tables()
+        if known is not None:
+
+            def receive() -> None:
+                pending.finish(*self.specs())
+
+            return list(map(self.arrays.of_memory, known)), receive
         arrays, like, (local, rows, _) = self.arrays, self.like, self.sizes
         tables = (
             arrays.empty((local,), arrays.named("int32"), like),
@@ -60,9 +65,8 @@ class Arrival:
         )
 
         def hook() -> None:
-            with call.here():
-                for to, memory in zip(tables, pending.finish(*self.specs())):
-                    arrays.copy(to, memory)
+            for to, memory in zip(tables, pending.finish(*self.specs())):
+                arrays.copy(to, memory)
 
         return [arrays.wrap(table) for table in tables], hook
 
@@ -143,6 +147,7 @@ class LowLatency(Calls):
             "use_fp8": use_fp8,
             "round_scale": round_scale,
             "use_ue8m0": use_ue8m0,
+            "at_once": not return_recv_hook,
             "stream": 0,
         }
         format = ("ue8m0" if use_ue8m0 else "f32") if use_fp8 else "bf16"
@@ -156,7 +161,7 @@ class LowLatency(Calls):
             arrival = Arrival(arrays, raw, sizes, format)
             numbers = (most, sizes[2], num_experts)
             if return_recv_hook:
-                (count, *tables), hook = arrival.later(pending, self.group_size, call)
+                (count, *tables), hook = arrival.later(pending, self.group_size)
                 return arrival.rows(), count, (*tables, *numbers), EventOverlap(None), hook
             count, *tables = map(arrays.of_memory, pending.finish(*arrival.specs()))
             event = call.end(())
@@ -226,6 +231,7 @@ class LowLatency(Calls):
             "topk_weights": arguments.spec("topk_weights", topk_weights),
             "handle": handle_specs(arguments, handle),
             "use_logfmt": use_logfmt,
+            "at_once": not return_recv_hook,
             "wait_stats": arguments.optional_output("combine_wait_recv_cost_stats", stats),
             "out": to,
             "stream": 0,

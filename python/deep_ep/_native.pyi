@@ -90,6 +90,7 @@ def low_latency_bytes(
 @final
 class PendingLowLatencyDispatch:
     def finish(self, x: Spec, scales: Optional[Spec]) -> tuple[Memory, Memory, Memory]: ...
+    def tables(self) -> Optional[tuple[Memory, Memory, Memory]]: ...
 
 @final
 class PendingLowLatencyCombine:

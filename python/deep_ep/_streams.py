@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Optional, Protocol
 
 from . import _native
@@ -26,9 +25,6 @@ class Call(Protocol):
 
     def leave(self) -> None:
         """Puts the current stream back, also when the call failed."""
-
-    def here(self) -> AbstractContextManager[Any]:
-        """The stream of the call as the current one, for what comes later in another place."""
 
 
 class Timeline(Protocol):
@@ -73,7 +69,6 @@ class HostCall:
     """A call of the CPU engine."""
 
     stream = 0
-    anywhere = nullcontext()
 
     def __init__(self, async_: bool) -> None:
         self.async_ = async_
@@ -83,9 +78,6 @@ class HostCall:
 
     def leave(self) -> None:
         pass
-
-    def here(self) -> AbstractContextManager[Any]:
-        return self.anywhere
 
 
 class HostTimeline:
@@ -144,16 +136,11 @@ class CudaCall:
             # graph that is recorded cannot end with the streams apart.
             self._join()
 
-    def here(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self.timeline.cuda.stream(self.timeline.comm_stream)
-        return context
-
 
 class CudaCallHere:
     """A call on the stream that was current when it began."""
 
-    def __init__(self, timeline: CudaTimeline, stream: Any) -> None:
-        self.timeline, self.current = timeline, stream
+    def __init__(self, stream: Any) -> None:
         self.stream = int(stream.cuda_stream)
 
     def end(self, tensors: tuple[Any, ...]) -> EventOverlap:
@@ -161,10 +148,6 @@ class CudaCallHere:
 
     def leave(self) -> None:
         pass
-
-    def here(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self.timeline.cuda.stream(self.current)
-        return context
 
 
 class CudaTimeline:
@@ -202,7 +185,7 @@ class CudaTimeline:
 
     def begin_here(self) -> Call:
         self._reclaim(None)
-        return CudaCallHere(self, self.cuda.current_stream(self.device))
+        return CudaCallHere(self.cuda.current_stream(self.device))
 
     def lend(self, loan: Any) -> None:
         if self.cuda.is_current_stream_capturing():

@@ -1,14 +1,16 @@
-"""Trains a small MoE layer on ranks that are threads of this process, on the CPU.
+"""Trains a small MoE layer on ranks that are threads of this process.
 
 The same training in one process, with all experts in one place, must give the same losses and
 weights.
 
     python examples/train_moe.py
+    python examples/train_moe.py --device cuda
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 
@@ -19,27 +21,40 @@ RANKS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, TOKENS = 4, 8, 2, 32, 48, 24
 RATE = 0.5
 
 
+#: Set by ``--device``.
+DEVICE = "cpu"
+
+
 def data(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and targets of one rank in one step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(TOKENS + rank, HIDDEN, generator=generator)
-    return x, torch.roll(x, 1, dims=1).sin()
+    return x.to(DEVICE), torch.roll(x, 1, dims=1).sin().to(DEVICE)
 
 
 def initial() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weights of the router and of all experts."""
     generator = torch.Generator().manual_seed(7)
-    return (
-        torch.randn(EXPERTS, HIDDEN, generator=generator) * 0.2,
-        torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=generator) * HIDDEN**-0.5,
-        torch.randn(EXPERTS, INTERMEDIATE, HIDDEN, generator=generator) * INTERMEDIATE**-0.5,
-    )
+    router = torch.randn(EXPERTS, HIDDEN, generator=generator) * 0.2
+    w1 = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=generator) * HIDDEN**-0.5
+    w2 = torch.randn(EXPERTS, INTERMEDIATE, HIDDEN, generator=generator) * INTERMEDIATE**-0.5
+    return router.to(DEVICE), w1.to(DEVICE), w2.to(DEVICE)
+
+
+def on_its_device(group: deep_ep.Group, steps: int) -> tuple[list[float], list[torch.Tensor]]:
+    """One rank's training, on a GPU with a stream of its own, so that no rank waits for another's."""
+    if DEVICE == "cpu":
+        return distributed(group, steps)
+    torch.cuda.set_device(group.rank() % torch.cuda.device_count())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return distributed(group, steps)
 
 
 def distributed(group: deep_ep.Group, steps: int) -> tuple[list[float], list[torch.Tensor]]:
     """One rank's training: its losses, and the router's and its experts' weights."""
     rank = group.rank()
-    layer = MoELayer(deep_ep.Buffer(group), HIDDEN, INTERMEDIATE, EXPERTS, TOP_K)
+    device = torch.device(DEVICE)
+    layer = MoELayer(deep_ep.Buffer(group), HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, device=device)
     local = slice(rank * EXPERTS // RANKS, (rank + 1) * EXPERTS // RANKS)
     router, w1, w2 = initial()
     with torch.no_grad():
@@ -57,19 +72,20 @@ def distributed(group: deep_ep.Group, steps: int) -> tuple[list[float], list[tor
             # The router is on every rank: its gradient is the sum over them.
             gradient = layer.router.weight.grad
             assert gradient is not None
-            parts = group.all_gather(gradient.numpy().tobytes())
+            parts = group.all_gather(gradient.cpu().numpy().tobytes())
             whole = [torch.frombuffer(bytearray(part), dtype=torch.float32) for part in parts]
-            layer.router.weight -= RATE * torch.stack(whole).sum(0).view_as(gradient)
+            layer.router.weight -= RATE * torch.stack(whole).sum(0).view_as(gradient).to(DEVICE)
             for weight in layer.experts.parameters():
                 assert weight.grad is not None
                 weight -= RATE * weight.grad
-    return losses, [p.detach() for p in (layer.router.weight, layer.experts.w1, layer.experts.w2)]
+    weights = (layer.router.weight, layer.experts.w1, layer.experts.w2)
+    return losses, [weight.detach().cpu() for weight in weights]
 
 
 def dense(steps: int) -> tuple[list[float], list[torch.Tensor]]:
     """The same training in one place: every expert sees every token."""
     router, w1, w2 = (weight.requires_grad_() for weight in initial())
-    experts = Experts(EXPERTS, HIDDEN, INTERMEDIATE)
+    experts = Experts(EXPERTS, HIDDEN, INTERMEDIATE, device=torch.device(DEVICE))
     losses = []
     for step in range(steps):
         batches = [data(rank, step) for rank in range(RANKS)]
@@ -89,16 +105,36 @@ def dense(steps: int) -> tuple[list[float], list[torch.Tensor]]:
         with torch.no_grad():
             for weight, gradient in zip((router, w1, w2), gradients):
                 weight -= RATE * gradient
-    return losses, [weight.detach() for weight in (router, w1, w2)]
+    return losses, [weight.detach().cpu() for weight in (router, w1, w2)]
+
+
+def warm_up() -> None:
+    """Uses torch's kernels once, without other ranks: CUDA loads them at their first use."""
+    generator = torch.Generator().manual_seed(3)
+    idx = torch.randint(-1, 1, (TOKENS, TOP_K), generator=generator).to(DEVICE)
+    experts = Experts(1, HIDDEN, INTERMEDIATE, device=torch.device(DEVICE))
+    x, _ = data(0, 0)
+    x.requires_grad_()
+    weights = torch.rand(TOKENS, TOP_K, generator=generator).to(DEVICE).requires_grad_()
+    experts(x, idx, weights).square().sum().backward()
+    torch.cuda.synchronize()
 
 
 def main() -> None:
     """Trains both ways and compares."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
-    steps = parser.parse_args().steps
-    ranks = deep_ep.run_local(lambda group: distributed(group, steps), RANKS)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    arguments = parser.parse_args()
+    global DEVICE
+    DEVICE, steps = arguments.device, arguments.steps
+    # Ranks that share a GPU need queues of their own; CUDA reads this once.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # First: what it makes CUDA load need not be loaded while ranks wait for each other.
     expected, weights = dense(steps)
+    if DEVICE == "cuda":
+        warm_up()
+    ranks = deep_ep.run_local(lambda group: on_its_device(group, steps), RANKS)
     losses = [sum(parts) for parts in zip(*(losses for losses, _ in ranks))]
     for step, (one, other) in enumerate(zip(losses, expected)):
         print(f"step {step:3}  loss {one:.6f}  in one process {other:.6f}")

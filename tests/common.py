@@ -2,6 +2,10 @@
 
 Data are made and checked with numpy; with torch installed the library gets torch tensors (on a GPU
 where there is one), else numpy arrays.
+
+Ranks are processes. On GPUs that are fewer than the ranks they are threads of one process instead:
+kernels of ranks wait for each other, and those of different processes take turns on a GPU, each for
+milliseconds, while those of one process run side by side.
 """
 
 from __future__ import annotations
@@ -31,6 +35,13 @@ def options(description: str, **defaults: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     add("--num-processes", type=int, default=0, help="ranks on this host (default: the GPUs, else 2)")
+    add(
+        "--ranks-as",
+        choices=["auto", "processes", "threads"],
+        default="auto",
+        help="what ranks are (auto: processes, but threads of one process where ranks share a GPU, "
+        "since kernels of different processes take turns there; without torchrun only)",
+    )
     add(
         "--num-tokens",
         "--batch_size",
@@ -70,9 +81,13 @@ def main(program: Callable[[Rank], None], arguments: argparse.Namespace) -> None
     if arguments.engine == "auto":
         arguments.engine = "cuda" if gpus() else "cpu"
     os.environ["DEEP_EP_ENGINE"] = arguments.engine
+    # Ranks that share a GPU need queues of their own; CUDA reads this once.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if "LOCAL_RANK" in os.environ:
         sys.exit(one(program, arguments))
     count = arguments.num_processes or gpus() or 2
+    if as_threads(arguments, count):
+        sys.exit(threads(program, arguments, count))
     hosts, host = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if hosts == 1:
@@ -96,6 +111,27 @@ def main(program: Callable[[Rank], None], arguments: argparse.Namespace) -> None
     sys.exit(bool(failed))
 
 
+def as_threads(arguments: argparse.Namespace, count: int) -> bool:
+    """Whether ranks are threads of this process."""
+    if arguments.ranks_as == "auto":
+        return arguments.engine == "cuda" and count > gpus() and "WORLD_SIZE" not in os.environ
+    return bool(arguments.ranks_as == "threads")
+
+
+def threads(program: Callable[[Rank], None], arguments: argparse.Namespace, count: int) -> int:
+    """All ranks as threads; returns the exit status."""
+    import deep_ep
+
+    try:
+        deep_ep.run_local(lambda group: Rank(arguments, group).run(program), count)
+    except KeyboardInterrupt:
+        return 130
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
 def start(program: Callable[[Rank], None], arguments: argparse.Namespace) -> None:
     """A process of its own."""
     sys.exit(one(program, arguments))
@@ -104,7 +140,9 @@ def start(program: Callable[[Rank], None], arguments: argparse.Namespace) -> Non
 def one(program: Callable[[Rank], None], arguments: argparse.Namespace) -> int:
     """This process's rank; returns the exit status."""
     try:
-        program(Rank(arguments))
+        import deep_ep
+
+        Rank(arguments, deep_ep.Group.from_env()).run(program)
     except KeyboardInterrupt:
         return 130
     except BaseException:
@@ -134,24 +172,41 @@ class Rank:
     """One rank: its group, its sizes, the inputs of all ranks."""
 
     arguments: argparse.Namespace
+    group: Any
     rows: list[tuple[str, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        import deep_ep
-
-        self.group = deep_ep.Group.from_env()
         self.me, self.ranks = self.group.rank(), self.group.size()
-        self.cuda = self.arguments.engine == "cuda"
-        if self.cuda:
-            import torch
-
-            torch.cuda.set_device(self.group.local_rank())
+        self.cuda = self.arguments.engine == "cuda" and gpus() > 0
         self.tokens, self.hidden = self.arguments.num_tokens, self.arguments.hidden
         self.topk = self.arguments.num_topk
         self.experts = self.arguments.num_experts or 32 * self.ranks
         self.local = self.experts // self.ranks
         self.inputs = [self._inputs(rank) for rank in range(self.ranks)]
         self.mine = self.inputs[self.me]
+
+    def run(self, program: Callable[[Rank], None]) -> None:
+        """Runs the program, on a GPU with a stream of this rank as the current one."""
+        if not self.cuda:
+            return program(self)
+        import torch
+
+        torch.cuda.set_device(self.group.local_rank() % gpus())
+        with torch.cuda.stream(torch.cuda.Stream()):
+            self._load_kernels()
+            program(self)
+            self.synchronize()
+
+    def _load_kernels(self) -> None:
+        """Lets CUDA load kernels of torch now: later that may wait for kernels that wait for us."""
+        import torch
+
+        for dtype in (torch.bfloat16, torch.float32, torch.int32, torch.uint8):
+            some = torch.zeros(16, 16, dtype=dtype, device="cuda")
+            some.T.contiguous().fill_(1)
+            some[:, :8] = some[:, 8:]
+        self.synchronize()
+        self.group.barrier()
 
     def _inputs(self, rank: int) -> Inputs:
         rng = np.random.default_rng(1000 + rank)
@@ -186,11 +241,11 @@ class Rank:
         return array if dtype is None else array.view(dtype)
 
     def synchronize(self) -> None:
-        """Waits for the GPU."""
+        """Waits for this rank's work on the GPU; not for a peer's, which may wait for this rank."""
         if self.cuda:
             import torch
 
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
 
     def hosted(self, rank: int) -> range:
         """The experts of a rank."""

@@ -80,6 +80,14 @@ class Arrays(Protocol):
         """Copies numbers to a raw tensor ``[len(values)]``."""
 
 
+class Names(dict[Any, str]):
+    """Names of torch's element types: ``bfloat16`` of ``torch.bfloat16``."""
+
+    def __missing__(self, dtype: Any) -> str:
+        name = self[dtype] = str(dtype).rpartition(".")[2]
+        return name
+
+
 class TorchArrays:
     """``torch.Tensor``."""
 
@@ -89,7 +97,8 @@ class TorchArrays:
         import torch
 
         self.torch = torch
-        self.names: dict[Any, str] = {}
+        self.names = Names()
+        self.dtypes = {name: getattr(torch, name) for name in KNOWN if hasattr(torch, name)}
         # What torch.from_dlpack calls when it has looked at devices and streams, of which a host
         # call has none; a handle has six tensors, so it counts.
         self.of_capsule = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
@@ -98,28 +107,18 @@ class TorchArrays:
         return tensor
 
     def spec(self, raw: Any) -> Spec:
-        if raw.is_cpu:
-            ordinal = -1
-        elif raw.is_cuda:
-            ordinal = raw.device.index
-        else:
-            device = raw.device
-            raise InvalidArgument(
-                f"a tensor is on {device}, but it must be on the CPU or on CUDA",
-                argument="device",
-                value=str(device),
-                limit="must be the CPU or CUDA",
-            )
-        name = self.names.get(raw.dtype) or self.name(raw.dtype)
-        return raw.data_ptr(), name, raw.shape, raw.stride(), ordinal
+        ordinal = raw.get_device()
+        if raw.is_cuda if ordinal >= 0 else raw.is_cpu:
+            return raw.data_ptr(), self.names[raw.dtype], raw.shape, raw.stride(), ordinal
+        raise InvalidArgument(
+            f"a tensor is on {raw.device}, but it must be on the CPU or on CUDA",
+            argument="device",
+            value=str(raw.device),
+            limit="must be the CPU or CUDA",
+        )
 
     def read_only(self, raw: Any) -> bool:
         return False
-
-    def name(self, dtype: Any) -> str:
-        """``bfloat16`` of ``torch.bfloat16``."""
-        name = self.names[dtype] = str(dtype).rpartition(".")[2]
-        return name
 
     def item(self, raw: Any) -> int:
         return int(raw.element_size())
@@ -128,7 +127,7 @@ class TorchArrays:
         return raw.dtype
 
     def named(self, name: str) -> Any:
-        return getattr(self.torch, name)
+        return self.dtypes[name]
 
     def empty(
         self,
@@ -304,14 +303,15 @@ class ForeignArrays:
         raise Unsupported("masks are written to tensors of torch or numpy", argument="mask_status")
 
 
-_BY_TYPE: dict[type, Arrays] = {}
+#: The kinds that were met, by type of tensor.
+KINDS: dict[type, Arrays] = {}
 
 
 def of(tensor: Any, argument: str) -> Arrays:
     """The kind of ``tensor``, which was passed as ``argument``."""
-    found = _BY_TYPE.get(type(tensor))
+    found = KINDS.get(type(tensor))
     if found is None:
-        found = _BY_TYPE[type(tensor)] = _kind(tensor, argument)
+        found = KINDS[type(tensor)] = _kind(tensor, argument)
     return found
 
 

@@ -124,7 +124,7 @@ class Buffer(HighThroughput, LowLatency):
         self._host = _streams.HostTimeline()
         self._cuda: Optional[_streams.CudaTimeline] = None
         if native.engine == "cuda" and device is not None:
-            self._cuda = _streams.CudaTimeline(device)
+            self._cuda = _streams.CudaTimeline(device, native)
         self._local_memory: dict[bool, _native.Loan] = {}
 
     @property
@@ -149,7 +149,13 @@ class Buffer(HighThroughput, LowLatency):
 
     def _timeline(self, x: Spec) -> _streams.Timeline:
         # The CUDA engine copies host tensors, and waits for itself.
-        return self._host if self._cuda is None or x[4] < 0 else self._cuda
+        device = x[4]
+        if device < 0 or self._core.engine != "cuda":
+            return self._host
+        if self._cuda is None:
+            # Torch was imported after the buffer was made.
+            self._cuda = _streams.CudaTimeline(device, self._core)
+        return self._cuda
 
     def destroy(self) -> None:
         """Frees everything. Needs ``explicitly_destroy``; not collective."""
@@ -160,7 +166,7 @@ class Buffer(HighThroughput, LowLatency):
                 value=False,
                 limit="must be True for destroy()",
             )
-        self._live = None
+        self._live = self._cuda = self._next_combine = None
         self._local_memory.clear()
 
     def __del__(self) -> None:
@@ -233,6 +239,7 @@ class Buffer(HighThroughput, LowLatency):
         loan = self._local_memory.get(use_rdma_buffer)
         if loan is None:
             loan = self._local_memory[use_rdma_buffer] = self._core.loan("uint8", [total])
+        (self._cuda or self._host).lend(loan)
         arrays = _arrays.of_dtype(dtype)
         flat = arrays.of_memory(loan.memory())[offset:]
         item = arrays.item(flat[:0].view(dtype))

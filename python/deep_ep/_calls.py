@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn, Optional
+from typing import Any, Callable, NoReturn, Optional, TypeVar
 
 from . import _arrays, _native, _streams
 from ._arrays import Arrays
-from ._config import Config
 from ._types import Spec
 from .errors import InvalidArgument
 from .utils import EventHandle, EventOverlap
+
+T = TypeVar("T")
 
 
 class Calls:
@@ -36,15 +35,8 @@ class Calls:
         """Where a call on ``x`` is ordered."""
         raise NotImplementedError
 
-    @staticmethod
-    def get_dispatch_config(num_ranks: int) -> Config:
-        """Settings of a dispatch among ``num_ranks`` ranks."""
-        raise NotImplementedError
-
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        """Settings of a combine among ``num_ranks`` ranks."""
-        raise NotImplementedError
+    #: Default bound on SMs.
+    num_sms: int
 
 
 class Arguments:
@@ -60,11 +52,10 @@ class Arguments:
         if self.call is not None:
             self.native.refuse(self.call, argument, str(value), limit)
 
-    @contextmanager
-    def told(self) -> Iterator[None]:
-        """A step before the call, of whose failure (no memory) the peers are told."""
+    def told(self, step: Callable[..., T], *values: Any) -> T:
+        """What a step before the call returns, of whose failure (no memory) the peers are told."""
         try:
-            yield
+            return step(*values)
         except InvalidArgument:
             raise
         except Exception as error:
@@ -91,7 +82,7 @@ class Arguments:
 
     def take(self, argument: str, tensor: Any) -> tuple[Arrays, Any, Spec]:
         """Kind, raw form and description of a tensor."""
-        arrays = self.kind(argument, tensor)
+        arrays = _arrays.KINDS.get(type(tensor)) or self.kind(argument, tensor)
         try:
             raw = arrays.take(tensor)
             spec = arrays.spec(raw)
@@ -103,6 +94,21 @@ class Arguments:
             raise
         self.kept.append(raw)
         return arrays, raw, spec
+
+    def specs(self, arguments: tuple[str, ...], tensors: tuple[Any, ...]) -> list[Spec]:
+        """The descriptions of several tensors."""
+        kind = type(tensors[0])
+        arrays = _arrays.KINDS.get(kind)
+        if arrays is not None and arrays.mutable and all(type(each) is kind for each in tensors):
+            # Usually all are of one kind and in order, and this is the shortest way.
+            try:
+                found = list(map(arrays.spec, tensors))
+            except Exception:
+                pass  # Found again below, by name.
+            else:
+                self.kept.extend(tensors)
+                return found
+        return [self.spec(*each) for each in zip(arguments, tensors)]
 
     def spec(self, argument: str, tensor: Any) -> Spec:
         """The description of a tensor."""

@@ -21,6 +21,9 @@ HANDLE = (
     "send_head",
 )
 
+#: What they are called in errors.
+IN_HANDLE = tuple(f"handle ({name})" for name in HANDLE)
+
 #: Element types that combine takes.
 SUMMABLE = ("bfloat16", "float16", "float32")
 
@@ -30,6 +33,8 @@ Rows = Any
 
 class Traveller:
     """A tensor that travels in a dispatch, and what arrives of it."""
+
+    __slots__ = ("arrays", "arrived", "raw", "spec", "width")
 
     def __init__(self, arguments: Arguments, argument: str, tensor: Any) -> None:
         self.arrays: Arrays
@@ -55,29 +60,26 @@ class Travelling:
     def __init__(self, arguments: Arguments, x: Any, scales: Any, idx: Any, weights: Any) -> None:
         self.arguments = arguments
 
-        def traveller(argument: str, tensor: Any) -> Optional[Traveller]:
-            return None if tensor is None else Traveller(arguments, argument, tensor)
-
         self.rows = Traveller(arguments, "x", x)
         self.all = (
             self.rows,
-            traveller("x[1] (scales)", scales),
-            traveller("topk_idx", idx),
-            traveller("topk_weights", weights),
+            None if scales is None else Traveller(arguments, "x[1] (scales)", scales),
+            None if idx is None else Traveller(arguments, "topk_idx", idx),
+            None if weights is None else Traveller(arguments, "topk_weights", weights),
         )
         if weights is not None and idx is None:
             arguments.reject("topk_weights", "given", "must come with topk_idx")
 
     def described(self) -> DispatchArguments:
         """The native module's arguments, as far as these tensors are concerned."""
-        _, scales, idx, weights = (None if each is None else each.spec for each in self.all)
+        _, scales, idx, weights = self.all
         return {
             "x": self.rows.spec,
-            "scales": scales,
+            "scales": None if scales is None else scales.spec,
             "layout": None,
             "handle": None,
-            "topk_idx": idx,
-            "topk_weights": weights,
+            "topk_idx": None if idx is None else idx.spec,
+            "topk_weights": None if weights is None else weights.spec,
             "expert_alignment": 1,
             "num_worst_tokens": None,
             "num_sms": 1,
@@ -112,7 +114,8 @@ def use_layout(
     for name, tensor in named:
         if tensor is None:
             arguments.reject(name, None, "must be given when there is no handle")
-    routes, ranks, experts = (arguments.spec(*each) for each in named)
+    names, tensors = zip(*named)
+    routes, ranks, experts = arguments.specs(names, tensors)
     native["layout"] = (routes, ranks, experts)
 
 
@@ -127,9 +130,9 @@ def use_handle(arguments: Arguments, native: DispatchArguments, handle: Any) -> 
 
 def handle_of(arrays: Arrays, parts: list[_native.Memory]) -> tuple[Any, ...]:
     """A handle: tensors that look into the library's memory."""
-    return tuple(
-        arrays.of_memory(part, boolean=name == "is_token_in_rank") for name, part in zip(HANDLE, parts)
-    )
+    prefix, channels, recv_channels, source, routes, head = parts
+    of = arrays.of_memory
+    return of(prefix), of(channels), of(recv_channels), of(source), of(routes, True), of(head)
 
 
 class HighThroughput(Calls):
@@ -233,17 +236,17 @@ class HighThroughput(Calls):
         if data is None:
             arguments.reject("x", None, "must be a tensor, or a pair of rows and scales")
         travelling = Travelling(arguments, data, scales, topk_idx, topk_weights)
-        if config is None:
-            config = self.get_dispatch_config(self.group_size)
         native = travelling.described()
         native["expert_alignment"] = arguments.count("expert_alignment", expert_alignment)
         native["num_worst_tokens"] = arguments.count("num_worst_tokens", num_worst_tokens) or None
-        native["num_sms"] = arguments.count("num_sms", config.num_sms)
+        native["num_sms"] = arguments.count("num_sms", (config or self).num_sms)
         native["loan"] = self._lends and travelling.rows.arrays.mutable
         if handle is not None:
             use_handle(arguments, native, handle)
         else:
             use_layout(arguments, native, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
+        counts_given = (is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
+        inputs = (data, scales, topk_idx, topk_weights, *(handle or counts_given))
         call = self._timeline(travelling.rows.spec).begin(
             previous, async_finish, allocate_on_comm_stream
         )
@@ -252,7 +255,6 @@ class HighThroughput(Calls):
             counts, parts, lent = self._core.dispatch(native, travelling.allocate)
             recv_x, recv_scales, recv_idx, recv_weights = arrived = travelling.arrived(lent)
             made = None if parts is None else handle_of(travelling.rows.arrays, parts)
-            inputs = (data, scales, topk_idx, topk_weights, is_token_in_rank, *(handle or ()))
             event = call.end((*inputs, *arrived, *(made or ())))
         finally:
             call.leave()
@@ -290,8 +292,6 @@ class HighThroughput(Calls):
         """
         arguments = Arguments(self._core, "combine")
         previous = arguments.previous(previous_event, async_finish, allocate_on_comm_stream)
-        if config is None:
-            config = self.get_combine_config(self.group_size)
         arrays, raw, spec = arguments.take("x", x)
         specs = handle_specs(arguments, handle)
         biases = bias if isinstance(bias, tuple) else (bias, None)
@@ -307,15 +307,14 @@ class HighThroughput(Calls):
             ),
             "combined_x": spec,
             "combined_topk_weights": None,
-            "num_sms": arguments.count("num_sms", config.num_sms),
+            "num_sms": arguments.count("num_sms", (config or self).num_sms),
             "keep": arguments.kept,
             "stream": 0,
         }
         call = self._timeline(spec).begin(previous, async_finish, allocate_on_comm_stream)
         try:
             native["stream"] = call.stream
-            with arguments.told():
-                outputs = Combined(self._core, native, arrays, raw, self._lends)
+            outputs = arguments.told(Combined, self._core, native, arrays, raw, self._lends)
             self._core.combine(native)
             combined, weights = outputs.wrapped()
             event = call.end((x, topk_weights, *biases, *handle, combined, weights))
@@ -365,8 +364,6 @@ class Combined:
 
 def handle_specs(arguments: Arguments, handle: Any) -> Handle:
     """The tensors of a handle that the native module needs."""
-    prefix, channels, recv_channels, source, routes, head = (
-        arguments.spec(f"handle ({name})", tensor)
-        for name, tensor in zip(HANDLE, arguments.handle(handle, HANDLE))
-    )
+    specs = arguments.specs(IN_HANDLE, arguments.handle(handle, HANDLE))
+    prefix, channels, recv_channels, source, routes, head = specs
     return prefix, channels, recv_channels, source, routes, head

@@ -50,6 +50,13 @@ class Arrival:
 
     def later(self, pending: _native.PendingLowLatencyDispatch, ranks: int) -> tuple[list[Any], Hook]:
         """``recv_count``, ``src_info`` and ``layout_range``, which the hook fills with the rest."""
+        known = pending.tables()
+        if known is not None:
+
+            def receive() -> None:
+                pending.finish(*self.specs())
+
+            return list(map(self.arrays.of_memory, known)), receive
         arrays, like, (local, rows, _) = self.arrays, self.like, self.sizes
         tables = (
             arrays.empty((local,), arrays.named("int32"), like),
@@ -140,23 +147,27 @@ class LowLatency(Calls):
             "use_fp8": use_fp8,
             "round_scale": round_scale,
             "use_ue8m0": use_ue8m0,
+            "at_once": not return_recv_hook,
             "stream": 0,
         }
         format = ("ue8m0" if use_ue8m0 else "f32") if use_fp8 else "bf16"
         self._next_combine = None
         call = self._begin(spec, async_finish, return_recv_hook)
-        native["stream"] = call.stream
-        pending = self._core.low_latency_dispatch(native, tuple(arguments.kept))
-        most = native["max_tokens_per_rank"]
-        sizes = (num_experts // self.group_size, self.group_size * most, spec[2][1])
-        arrival = Arrival(arrays, raw, sizes, format)
-        numbers = (most, sizes[2], num_experts)
-        if return_recv_hook:
-            (count, *tables), hook = arrival.later(pending, self.group_size)
-            return arrival.rows(), count, (*tables, *numbers), EventOverlap(None), hook
-        count, *tables = map(arrays.of_memory, pending.finish(*arrival.specs()))
-        event = call.end(())
-        event.extra_tensors = (x, topk_idx, stats, arrival.x, arrival.scales, count, *tables)
+        try:
+            native["stream"] = call.stream
+            pending = self._core.low_latency_dispatch(native, tuple(arguments.kept))
+            most = native["max_tokens_per_rank"]
+            sizes = (num_experts // self.group_size, self.group_size * most, spec[2][1])
+            arrival = Arrival(arrays, raw, sizes, format)
+            numbers = (most, sizes[2], num_experts)
+            if return_recv_hook:
+                (count, *tables), hook = arrival.later(pending, self.group_size)
+                return arrival.rows(), count, (*tables, *numbers), EventOverlap(None), hook
+            count, *tables = map(arrays.of_memory, pending.finish(*arrival.specs()))
+            event = call.end(())
+        finally:
+            call.leave()
+        event.extra_tensors = (*arguments.kept, arrival.x, arrival.scales, count, *tables)
         return arrival.rows(), count, (*tables, *numbers), event, None
 
     def _begin(self, x: Spec, async_finish: bool, hook: bool) -> _streams.Call:
@@ -207,9 +218,8 @@ class LowLatency(Calls):
         stats = combine_wait_recv_cost_stats
         if out is None:
             shape = (idx[2][0] if idx[2] else 0, spec[2][-1] if spec[2] else 0)
-            with arguments.told():
-                combined = arrays.empty(shape, arrays.named("bfloat16"), raw)
-                to = arrays.spec(combined)
+            combined = arguments.told(arrays.empty, shape, arrays.named("bfloat16"), raw)
+            to = arrays.spec(combined)
             # The pending call keeps it, whatever the caller does with it before the hook.
             arguments.kept.append(combined)
         else:
@@ -221,35 +231,38 @@ class LowLatency(Calls):
             "topk_weights": arguments.spec("topk_weights", topk_weights),
             "handle": handle_specs(arguments, handle),
             "use_logfmt": use_logfmt,
+            "at_once": not return_recv_hook,
             "wait_stats": arguments.optional_output("combine_wait_recv_cost_stats", stats),
             "out": to,
             "stream": 0,
         }
         self._next_combine = None
         call = self._begin(spec, async_finish, return_recv_hook)
-        native["stream"] = call.stream
-        pending = self._core.low_latency_combine(native, tuple(arguments.kept))
+        try:
+            native["stream"] = call.stream
+            pending = self._core.low_latency_combine(native, tuple(arguments.kept))
+            result = arrays.wrap(combined) if out is None else out
 
-        def result() -> Any:
-            return arrays.wrap(combined) if out is None else out
+            def hook() -> None:
+                pending.finish(to)
 
-        def hook() -> None:
-            pending.finish(to)
-
-        if return_recv_hook:
-            return result(), EventOverlap(None), hook
-        hook()
-        event = call.end(())
-        event.extra_tensors = (x, topk_idx, topk_weights, *handle[:2], result())
-        return event.extra_tensors[-1], event, None
+            if return_recv_hook:
+                return result, EventOverlap(None), hook
+            hook()
+            event = call.end(())
+        finally:
+            call.leave()
+        event.extra_tensors = (*arguments.kept, result)
+        return result, event, None
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Any:
         """``[E/R, R*M, H]`` bf16 to be filled for the next call, a combine with ``zero_copy``."""
         arguments = Arguments(self._core, None)
         specs = handle_specs(arguments, handle)
         arrays = arguments.kind("handle (src_info)", handle[0])
-        self._next_combine = self._core.low_latency_combine_buffer(specs, arguments.kept)
-        return arrays.of_memory(self._next_combine.memory())
+        loan = self._next_combine = self._core.low_latency_combine_buffer(specs, arguments.kept)
+        self._timeline(specs[0]).lend(loan)
+        return arrays.of_memory(loan.memory())
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Masks a rank, or takes it back. Needs ``enable_shrink``."""
@@ -281,9 +294,10 @@ def check_hook(arguments: Arguments, arrays: Arrays, async_finish: bool, hook: b
 def handle_specs(arguments: Arguments, handle: Any) -> tuple[Spec, Spec, int, int, int]:
     """A handle as the native module takes it."""
     info, layout, tokens, hidden, experts = arguments.handle(handle, HANDLE)
+    of_info, of_layout = arguments.specs(("handle (src_info)", "handle (layout_range)"), (info, layout))
     return (
-        arguments.spec("handle (src_info)", info),
-        arguments.spec("handle (layout_range)", layout),
+        of_info,
+        of_layout,
         arguments.count("handle (num_max_dispatch_tokens_per_rank)", tokens),
         arguments.count("handle (hidden)", hidden),
         arguments.count("handle (num_experts)", experts),

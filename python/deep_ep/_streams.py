@@ -7,8 +7,10 @@ work goes to one communication stream of the buffer, which waits for what the ca
 from __future__ import annotations
 
 import sys
+from collections import deque
 from typing import Any, Optional, Protocol
 
+from . import _native
 from .utils import EventHandle, EventOverlap
 
 
@@ -36,6 +38,9 @@ class Timeline(Protocol):
 
     def begin_here(self) -> Call:
         """Starts a call on the current stream: the halves of a low-latency call with a hook."""
+
+    def lend(self, loan: Any) -> None:
+        """Lets the current stream use memory of the library, behind those who did before."""
 
 
 class HostStream:
@@ -80,42 +85,56 @@ class HostTimeline:
 
     def __init__(self) -> None:
         self.comm_stream: Any = HostStream()
+        # Calls have no state here.
+        self.call, self.async_call = HostCall(False), HostCall(True)
 
     def begin(self, previous: Optional[EventHandle], async_: bool, on_comm: bool) -> Call:
-        return HostCall(async_)
+        return self.async_call if async_ else self.call
 
     def begin_here(self) -> Call:
-        return HostCall(False)
+        return self.call
+
+    def lend(self, loan: Any) -> None:
+        pass
 
 
 class CudaCall:
     """A call on the communication stream."""
 
-    def __init__(self, timeline: CudaTimeline, async_: bool, on_comm: bool) -> None:
-        self.timeline, self.async_, self.on_comm = timeline, async_, on_comm
-        self.compute = timeline.cuda.current_stream(timeline.device)
-        self.stream = int(timeline.comm_stream.cuda_stream)
-        if on_comm:
-            timeline.cuda.set_stream(timeline.comm_stream)
+    def __init__(self, timeline: CudaTimeline, compute: Any, async_: bool, on_comm: bool) -> None:
+        self.timeline, self.compute = timeline, compute
+        self.async_, self.on_comm = async_, on_comm
+        self.stream = timeline.comm_handle
+        self.joined = False
 
     def end(self, tensors: tuple[Any, ...]) -> EventOverlap:
+        if not self.async_:
+            self._join()
+            return EventOverlap(None)
         comm = self.timeline.comm_stream
-        event = None
-        if self.async_:
-            event = EventHandle._of(comm)
-            for tensor in tensors:
-                if tensor is None or not getattr(tensor, "is_cuda", False):
-                    continue
-                tensor.record_stream(comm)
-                if self.on_comm:
-                    tensor.record_stream(self.compute)
-        else:
-            self.compute.wait_stream(comm)
+        event = EventHandle._of(comm)
+        for tensor in tensors:
+            if tensor is None or not getattr(tensor, "is_cuda", False):
+                continue
+            tensor.record_stream(comm)
+            if self.on_comm:
+                tensor.record_stream(self.compute)
+        self.joined = True
         return EventOverlap(event)
+
+    def _join(self) -> None:
+        """Lets the current stream wait for all that the communication stream was given."""
+        self.joined = True
+        self.timeline.join.record(self.timeline.comm_stream)
+        self.timeline.join.wait(self.compute)
 
     def leave(self) -> None:
         if self.on_comm:
             self.timeline.cuda.set_stream(self.compute)
+        if not self.joined:
+            # It failed. What it was given may be in use, and the caller is about to let it go; and a
+            # graph that is recorded cannot end with the streams apart.
+            self._join()
 
 
 class CudaCallHere:
@@ -134,23 +153,66 @@ class CudaCallHere:
 class CudaTimeline:
     """Calls on CUDA, with torch's streams."""
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, native: _native.Buffer) -> None:
         import torch
 
         self.cuda: Any = torch.cuda
-        self.device = device
-        self.comm_stream: Any = self.cuda.Stream(device)
+        self.device, self.native = device, native
+        # Torch deals out 32 streams by turns. Those of high priority are rarely a caller's own, whose
+        # work would then be before or behind ours instead of beside it.
+        self.comm_stream: Any = self.cuda.Stream(device, priority=-1)
+        self.comm_handle = int(self.comm_stream.cuda_stream)
+        #: Points at which the streams part and meet, used again by every call.
+        self.fork, self.join = self.cuda.Event(), self.cuda.Event()
+        #: Dropped memory of the library, and what its users were given before.
+        self.dropped: deque[tuple[Any, _native.Dropped]] = deque()
+        #: What graphs that were recorded use.
+        self.recorded: list[Any] = []
 
     def begin(self, previous: Optional[EventHandle], async_: bool, on_comm: bool) -> Call:
-        call = CudaCall(self, async_, on_comm)
+        compute, comm = self.cuda.current_stream(self.device), self.comm_stream
         if previous is None or previous._event is None:
-            self.comm_stream.wait_stream(call.compute)
+            self.fork.record(compute)
+            self.fork.wait(comm)
+            self._reclaim(None)
         else:
-            self.comm_stream.wait_event(previous._event)
+            comm.wait_event(previous._event)
+            self._reclaim(compute)
+        call = CudaCall(self, compute, async_, on_comm)
+        if on_comm:
+            self.cuda.set_stream(comm)
         return call
 
     def begin_here(self) -> Call:
+        self._reclaim(None)
         return CudaCallHere(self.cuda.current_stream(self.device))
+
+    def lend(self, loan: Any) -> None:
+        if self.cuda.is_current_stream_capturing():
+            # The graph uses it whenever it is replayed.
+            self.recorded.append(loan)
+            return
+        self.join.record(self.comm_stream)
+        self.join.wait(self.cuda.current_stream(self.device))
+
+    def _reclaim(self, compute: Any) -> None:
+        """Lets the library use dropped memory again that its callers do not use any more.
+
+        ``compute`` is a stream that the call does not wait for; it may have been given work that uses
+        what was dropped.
+        """
+        dropped = self.native.dropped()
+        if dropped is None and not self.dropped:
+            return
+        if self.cuda.is_current_stream_capturing():
+            # Nobody may ask an event now.
+            if dropped is not None:
+                self.dropped.append((None, dropped))
+            return
+        if dropped is not None and compute is not None:
+            self.dropped.append((compute.record_event(), dropped))
+        while self.dropped and (self.dropped[0][0] is None or self.dropped[0][0].query()):
+            self.dropped.popleft()
 
 
 def current_device() -> Optional[int]:

@@ -72,6 +72,7 @@ class LowLatencyDispatchArguments(TypedDict):
     use_fp8: bool
     round_scale: bool
     use_ue8m0: bool
+    at_once: bool
     stream: int
 
 
@@ -84,6 +85,7 @@ class LowLatencyCombineArguments(TypedDict):
     topk_weights: Spec
     handle: LowLatencyHandle
     use_logfmt: bool
+    at_once: bool
     wait_stats: Optional[Spec]
     out: Spec
     stream: int

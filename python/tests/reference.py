@@ -78,14 +78,33 @@ def make(
     if ranks > 2:
         tokens[int(rng.integers(ranks))] = 0
     world = World(ranks, experts_per_rank, hidden, top_k, tokens)
-    for count in tokens:
+    fill(world, rng)
+    return world
+
+
+def again(world: World, seed: int) -> World:
+    """Other rows and choices of as many tokens."""
+    other = World(world.ranks, world.experts_per_rank, world.hidden, world.top_k, world.tokens)
+    fill(other, np.random.default_rng(seed))
+    return other
+
+
+def fill(world: World, rng: np.random.Generator) -> None:
+    """Random rows, choices and weights."""
+    top_k, hidden = world.top_k, world.hidden
+    for count in world.tokens:
         world.x.append(rng.standard_normal((count, hidden)).astype(np.float32).astype(BF16))
         world.idx.append(rng.integers(-1, world.experts, (count, top_k)))
         weights = rng.random((count, top_k)).astype(np.float32)
         # What stands where there is no choice must reach no result.
         weights[world.idx[-1] < 0] = np.nan
         world.weights.append(weights)
-    return world
+
+
+def weighted(world: World, rank: int) -> np.ndarray:
+    """What a low-latency combine of the received rows themselves returns, unrounded."""
+    chosen = np.where(world.idx[rank] >= 0, world.weights[rank], 0).astype(np.float64)
+    return world.x[rank].astype(np.float64) * chosen.sum(1, keepdims=True)
 
 
 def combine(world: World, rank: int, outputs: list[np.ndarray], bias: list[np.ndarray]) -> np.ndarray:

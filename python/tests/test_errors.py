@@ -46,6 +46,8 @@ def _set(**values: Any) -> Break:
     ],
 )
 def test_a_rank_that_rejects_tells_the_others(kit: Any, argument: str, change: Break) -> None:
+    if kit.name == "torch-cuda" and argument == "num_tokens_per_rank[0]":
+        pytest.skip("a GPU counts by itself, and the host does not look")
     world = reference.make(41, 2)
     # Rank 0 has rows for everybody, so that its counts are not zero.
     world.idx[0][:] = [0, 2, 3]
@@ -69,10 +71,13 @@ def test_a_rank_that_rejects_tells_the_others(kit: Any, argument: str, change: B
         rows, *_ = buffer.dispatch(**arguments)
         assert kit.array(rows).shape[0] == len(world.arrivals(me))
 
-    run_local(rank, 2)
+    kit.run(rank, 2)
 
 
 def test_an_expert_that_does_not_exist_is_named(kit: Any) -> None:
+    if kit.name == "torch-cuda":
+        pytest.skip("a GPU finds it in the dispatch: see test_cuda")
+
     def rank(group: Group) -> None:
         buffer = Buffer(group)
         with pytest.raises(ValueError) as caught:
@@ -82,7 +87,7 @@ def test_an_expert_that_does_not_exist_is_named(kit: Any) -> None:
         with pytest.raises(deep_ep.InvalidArgument):
             buffer.get_dispatch_layout([[0, 1]], 4)
 
-    run_local(rank, 1)
+    kit.run(rank, 1)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +120,7 @@ def test_low_latency_rejects_are_told_too(kit: Any, argument: str, options: dict
         broken = {**arguments, **options} if me == 0 else arguments
         with pytest.raises(deep_ep.Error) as caught:
             buffer.low_latency_dispatch(**broken)
+            kit.settle(buffer)
         assert type(caught.value) is (deep_ep.InvalidArgument if me == 0 else deep_ep.PeerRejected)
         assert caught.value.argument == argument, caught.value
         recv, _, handle, _, _ = buffer.low_latency_dispatch(**arguments)
@@ -122,10 +128,11 @@ def test_low_latency_rejects_are_told_too(kit: Any, argument: str, options: dict
         with pytest.raises(deep_ep.Error):
             # Rank 0 says zero_copy without the buffer for it.
             buffer.low_latency_combine(recv, arguments["topk_idx"], weights, handle, zero_copy=me == 0)
+            kit.settle(buffer)
         combined, _, _ = buffer.low_latency_combine(recv, arguments["topk_idx"], weights, handle)
         assert (kit.array(combined).astype(np.float32) == 3).all()
 
-    run_local(rank, 2)
+    kit.run(rank, 2)
 
 
 def test_low_latency_calls_need_memory_for_them(kit: Any) -> None:
@@ -141,7 +148,7 @@ def test_low_latency_calls_need_memory_for_them(kit: Any) -> None:
             )
         assert caught.value.argument == "low_latency"
 
-    run_local(rank, 1)
+    kit.run(rank, 1)
 
 
 def test_ranks_must_agree_about_settings() -> None:
@@ -199,20 +206,20 @@ def test_an_output_that_cannot_be_written_is_found_before_the_send(kit: Any) -> 
         )
         tokens = max(world.tokens[me], 2)
         one = kit.tensor(np.zeros((1, 64), BF16))
-        spread = one.expand(tokens, 64) if kit.name == "torch" else np.broadcast_to(one, (tokens, 64))
         wrong = [
-            spread,
+            kit.expand(one, tokens),
             kit.tensor(np.zeros((tokens + 1, 64), BF16)),
             kit.tensor(np.zeros((tokens, 64), "f4")),
         ]
         for out in wrong:
             with pytest.raises(deep_ep.Error) as caught:
                 buffer.low_latency_combine(recv, idx, weights, handle, out=out if me == 0 else None)
+                kit.settle(buffer)
             assert type(caught.value) is (deep_ep.InvalidArgument if me == 0 else deep_ep.PeerRejected)
             assert caught.value.argument == "out"
         buffer.low_latency_combine(recv, idx, weights, handle)
 
-    run_local(rank, 2)
+    kit.run(rank, 2)
 
 
 def test_a_rank_without_memory_for_an_output_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +264,7 @@ def test_keywords_of_forks_are_a_type_error(kit: Any) -> None:
         with pytest.raises(TypeError):
             buffer.combine(None, None, overlap=True)
 
-    run_local(rank, 1)
+    kit.run(rank, 1)
 
 
 def test_errors_keep_their_fields_between_processes() -> None:

@@ -271,7 +271,7 @@ def test_results_outlive_their_buffer(kit: Any) -> None:
         x = kit.tensor(world.x[group.rank()])
         return buffer.dispatch(x, **layout(buffer, kit, world))
 
-    results = run_local(rank, 2)
+    results = kit.run(rank, 2)
     gc.collect()
     for me, (recv, _, _, _, handle, _) in enumerate(results):
         rows = [world.x[s][t] for s, t in world.arrivals(me)]
@@ -319,4 +319,4 @@ def test_local_memory_is_flat_and_stays(kit: Any) -> None:
         flat[:] = 1
         assert (kit.array(flat) == 1).all()
 
-    run_local(rank, 1)
+    kit.run(rank, 1)

@@ -82,7 +82,7 @@ def test_rows_of_an_expert_are_packed_in_source_order(
             assert kit.array(stats).tolist() == [call * len(at) for at in rows]
             assert (kit.array(waited) >= 0).all()
 
-    run_local(rank, ranks)
+    kit.run(rank, ranks)
 
 
 @pytest.mark.parametrize("format", ["f32", "power of two", "ue8m0"])
@@ -115,7 +115,7 @@ def test_fp8_rows_and_their_scales(kit: Any, format: str, most: int) -> None:
                 else:
                     assert factors[local, row].tolist() == theirs.tolist()
 
-    run_local(rank, 3)
+    kit.run(rank, 3)
 
 
 @pytest.mark.parametrize("mode", ["plain", "hook", "out", "zero_copy", "logfmt", "async"])
@@ -160,7 +160,7 @@ def test_combine_weights_and_sums(kit: Any, mode: str) -> None:
             else:
                 assert (np.abs(got - exact) <= bound + 2.0**-133).all()
 
-    run_local(rank, 3)
+    kit.run(rank, 3)
 
 
 def test_a_hook_may_outlive_what_the_caller_holds(kit: Any) -> None:
@@ -189,7 +189,7 @@ def test_a_hook_may_outlive_what_the_caller_holds(kit: Any) -> None:
         gc.collect()
         send()()
 
-    run_local(rank, 2)
+    kit.run(rank, 2)
 
 
 def test_a_handle_may_be_taken_apart_and_used_for_rows_of_another_size(kit: Any) -> None:
@@ -212,7 +212,7 @@ def test_a_handle_may_be_taken_apart_and_used_for_rows_of_another_size(kit: Any)
         expected = (world.idx[me] >= 0).sum(1, keepdims=True) * np.ones((1, hidden))
         assert kit.array(combined).astype(np.float64).tolist() == expected.tolist()
 
-    run_local(rank, 2)
+    kit.run(rank, 2)
 
 
 def test_both_families_interleave_on_one_buffer(kit: Any) -> None:
@@ -241,7 +241,7 @@ def test_both_families_interleave_on_one_buffer(kit: Any) -> None:
             assert kit.array(rows).shape[0] == len(world.arrivals(me))
             buffer.clean_low_latency_buffer(MOST, world.hidden, world.experts)
 
-    run_local(rank, 2)
+    kit.run(rank, 2)
 
 
 def test_a_masked_rank_neither_gets_nor_sends(kit: Any) -> None:
@@ -278,7 +278,7 @@ def test_a_masked_rank_neither_gets_nor_sends(kit: Any) -> None:
         buffer.low_latency_query_mask_buffer(status)
         assert kit.array(status).tolist() == [0, 0, 0]
 
-    run_local(rank, 3)
+    kit.run(rank, 3)
 
 
 def test_masks_need_enable_shrink() -> None:

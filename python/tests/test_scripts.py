@@ -36,6 +36,16 @@ def test_a_script_finds_everything_right(name: str, ranks: str) -> None:
     assert "all are right" in done.stdout
 
 
+def test_ranks_may_be_threads_of_one_process() -> None:
+    options = [*SMALL, "--num-processes", "3", "--ranks-as", "threads", "--num-experts", "24"]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "test_low_latency.py"), *options],
+        capture_output=True, text=True, env=environment(), timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all are right") == 1 and "3 ranks" in done.stdout
+
+
 BREAK = """
 import runpy, sys
 import deep_ep

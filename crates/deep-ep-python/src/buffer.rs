@@ -10,6 +10,7 @@ use crate::{
     errors::raise,
     group::Group,
     high_throughput::{self, CombineArguments, DispatchArguments},
+    lot::{Dropped, Lot},
     low_latency::{self, PendingLowLatencyCombine, PendingLowLatencyDispatch},
     memory::{Loan, Memory},
     tensor::{Owner, Spec, dtype},
@@ -20,6 +21,7 @@ use crate::{
 pub(crate) struct Buffer {
     pub(crate) inner: Released<Arc<deep_ep::Buffer>>,
     pub(crate) cancel: Cancel,
+    pub(crate) lot: Lot,
 }
 
 /// What a buffer is made with.
@@ -107,6 +109,7 @@ impl Buffer {
         Ok(Self {
             inner: Released::new(inner),
             cancel: group.cancel.clone(),
+            lot: Lot::default(),
         })
     }
 
@@ -198,7 +201,7 @@ impl Buffer {
             let loan = self
                 .inner
                 .next_low_latency_combine_buffer(&made, handle.hidden())?;
-            Loan::new(loan)
+            Loan::new(loan, &self.lot)
         });
         made.map_err(|error| raise(py, &error))
     }
@@ -208,9 +211,19 @@ impl Buffer {
         self.run(py, deep_ep::Buffer::check)
     }
 
+    /// Memory on a GPU that was dropped since the last time. The library uses it again when the object
+    /// that this returns goes: work of the caller that uses it must be past by then, or before
+    /// everything that the communication stream is still to be given.
+    fn dropped(&self) -> Option<Dropped> {
+        self.lot.take()
+    }
+
     /// A dense tensor in symmetric memory, where the engine works. Local.
     fn loan(&self, py: Python<'_>, dtype_name: &str, shape: Vec<usize>) -> PyResult<Loan> {
-        let made = py.detach(|| Loan::new(self.inner.device_loan(dtype(dtype_name)?, &shape)?));
+        let made = py.detach(|| {
+            let loan = self.inner.device_loan(dtype(dtype_name)?, &shape)?;
+            Loan::new(loan, &self.lot)
+        });
         made.map_err(|error| raise(py, &error))
     }
 

@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 use crate::{
     buffer::Buffer,
     errors::raise,
+    lot::Lot,
     memory::{Loan, Memory, View},
     tensor::{Owner, Spec, read_optional, write_optional},
 };
@@ -168,12 +169,14 @@ pub(crate) fn layout(
         inner.dispatch_layout_on(topk_idx, num_experts, stream)
     });
     let layout = Arc::new(made.map_err(|error| raise(py, &error))?);
-    let memory = |tensor| Memory::new(View::of(&tensor), layout.clone());
+    let routes = layout.is_token_in_rank();
+    let owner = buffer.lot.owner(View::of(&routes).device, layout.clone());
+    let memory = |tensor| Memory::new(View::of(&tensor), owner.clone());
     Ok((
         memory(layout.num_tokens_per_rank()),
         layout.num_tokens_per_node().map(memory),
         memory(layout.num_tokens_per_expert()),
-        memory(layout.is_token_in_rank()),
+        memory(routes),
     ))
 }
 
@@ -195,13 +198,15 @@ pub(crate) fn dispatch(
     let prepared = unsafe { arguments.input(&routes) };
     let input = buffer.prepared(py, Call::Dispatch, prepared)?;
     let (counts, handle, outputs) = if arguments.loan {
-        let lent = buffer.run(py, |buffer| lend(buffer.dispatch(input)?.finish()?))?;
+        let lot = &buffer.lot;
+        let lent = buffer.run(py, |buffer| lend(buffer.dispatch(input)?.finish()?, lot))?;
         (lent.0, lent.1, Some(lent.2))
     } else {
         let (counts, handle) = dispatch_into(buffer, py, input, allocate)?;
         (counts, handle, None)
     };
-    let handle = arguments.handle.is_none().then(|| parts(&handle));
+    let new = arguments.handle.is_none();
+    let handle = new.then(|| parts(&handle, &buffer.lot));
     Ok((counts.tokens_per_expert, handle, outputs))
 }
 
@@ -234,13 +239,16 @@ fn dispatch_into(
 }
 
 /// The outputs of a dispatch as memory of the library.
-fn lend(dispatched: Dispatched) -> Result<(ReceivedCounts, DispatchHandle, Vec<Option<Memory>>)> {
+fn lend(
+    dispatched: Dispatched,
+    lot: &Lot,
+) -> Result<(ReceivedCounts, DispatchHandle, Vec<Option<Memory>>)> {
     let owned = |tensor: OwnedTensor| {
         let owner = Arc::new(tensor);
         Memory::new(View::of(&owner.as_tensor()), owner)
     };
     let outputs = vec![
-        Some(Loan::new(dispatched.x)?.memory().into_plain()),
+        Some(Loan::new(dispatched.x, lot)?.memory().into_plain()),
         dispatched.scales.map(owned),
         dispatched.topk_idx.map(owned),
         dispatched.topk_weights.map(owned),
@@ -249,16 +257,17 @@ fn lend(dispatched: Dispatched) -> Result<(ReceivedCounts, DispatchHandle, Vec<O
 }
 
 /// The tensors that a handle consists of, in the order of the tuple.
-fn parts(handle: &DispatchHandle) -> Vec<Memory> {
-    let owner = Arc::new(handle.clone());
+fn parts(handle: &DispatchHandle, lot: &Lot) -> Vec<Memory> {
+    let routes = View::of(&handle.is_token_in_rank());
+    let owner = lot.owner(routes.device, Arc::new(handle.clone()));
     let memory = |tensor| Memory::new(View::of(&tensor), owner.clone());
     vec![
-        memory(owner.rank_prefix_matrix()),
-        memory(owner.channel_prefix_matrix()),
-        memory(owner.recv_channel_prefix_matrix()),
-        memory(owner.recv_src_idx()),
-        memory(owner.is_token_in_rank()),
-        memory(owner.send_head()),
+        memory(handle.rank_prefix_matrix()),
+        memory(handle.channel_prefix_matrix()),
+        memory(handle.recv_channel_prefix_matrix()),
+        memory(handle.recv_src_idx()),
+        Memory::new(routes, owner.clone()),
+        memory(handle.send_head()),
     ]
 }
 

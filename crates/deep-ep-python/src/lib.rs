@@ -14,6 +14,7 @@ mod dlpack;
 mod errors;
 mod group;
 mod high_throughput;
+mod lot;
 mod low_latency;
 mod memory;
 mod tensor;
@@ -29,6 +30,8 @@ mod _native {
     use super::dlpack::{Foreign, from_dlpack};
     #[pymodule_export]
     use super::group::Group;
+    #[pymodule_export]
+    use super::lot::Dropped;
     #[pymodule_export]
     use super::low_latency::{
         PendingLowLatencyCombine, PendingLowLatencyDispatch, low_latency_bytes,

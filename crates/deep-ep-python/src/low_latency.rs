@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use deep_ep::{
     Call, CombineRows, CombineWire, DType, Error, LowLatencyCombineInput, LowLatencyConfig,
-    LowLatencyDispatchInput, LowLatencyDispatchOutput, LowLatencyHandle, Result, RowFormat, Stream,
-    Tensor, codec::ScaleFormat,
+    LowLatencyDispatchInput, LowLatencyDispatchOutput, LowLatencyHandle, OwnedTensor, Result,
+    RowFormat, Stream, Tensor, codec::ScaleFormat,
 };
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
@@ -13,6 +13,7 @@ use crate::{
     blocking::{Cancel, wait},
     buffer::Buffer,
     errors::raise,
+    lot::Lot,
     memory::{Loan, Memory, View},
     tensor::{Owner, Spec, write_optional},
 };
@@ -75,6 +76,8 @@ pub(crate) struct DispatchArguments {
     use_fp8: bool,
     round_scale: bool,
     use_ue8m0: bool,
+    /// Whether the call is finished before anything else comes.
+    at_once: bool,
     stream: usize,
 }
 
@@ -103,6 +106,7 @@ impl DispatchArguments {
                 format: self.format(),
                 recv_stats: write_optional(&self.recv_stats, stats)?,
                 wait_stats: write_optional(&self.wait_stats, wait)?,
+                at_once: self.at_once,
                 stream: Stream::from_raw(self.stream),
                 ..LowLatencyDispatchInput::new(x, topk_idx, max, experts)
             })
@@ -123,6 +127,7 @@ struct Held<P> {
 struct Once<P> {
     held: Mutex<Option<Held<P>>>,
     cancel: Cancel,
+    lot: Lot,
 }
 
 impl<P: Send> Once<P> {
@@ -130,6 +135,7 @@ impl<P: Send> Once<P> {
         Self {
             held: Mutex::new(Some(held)),
             cancel: buffer.cancel.clone(),
+            lot: buffer.lot.clone(),
         }
     }
 
@@ -166,12 +172,7 @@ pub(crate) struct PendingLowLatencyDispatch(Once<deep_ep::PendingLowLatencyDispa
 #[pymethods]
 impl PendingLowLatencyDispatch {
     /// Receives into `x` and `scales`; returns `(recv_count, src_info, layout_range)`.
-    fn finish(
-        &self,
-        py: Python<'_>,
-        x: Spec,
-        scales: Option<Spec>,
-    ) -> PyResult<(Memory, Memory, Memory)> {
+    fn finish(&self, py: Python<'_>, x: Spec, scales: Option<Spec>) -> PyResult<Tables> {
         let (counts, handle) = self.0.finish(py, move |pending| {
             // SAFETY: Python keeps the tensors, which it has just made, during the call.
             let out = unsafe {
@@ -182,13 +183,34 @@ impl PendingLowLatencyDispatch {
             };
             pending.finish_into(out)
         })?;
-        let owner = Arc::new(handle);
-        let memory = |tensor| Memory::new(View::of(&tensor), owner.clone());
-        let (info, layout) = (memory(owner.src_info()), memory(owner.layout_range()));
-        let counts = Arc::new(counts);
-        let count = Memory::new(View::of(&counts.as_tensor()), counts);
-        Ok((count, info, layout))
+        Ok(memory_of(counts, handle, &self.0.lot))
     }
+
+    /// `(recv_count, src_info, layout_range)` before `finish`, which fills them; `None` if they are
+    /// not known before.
+    fn tables(&self, py: Python<'_>) -> PyResult<Option<Tables>> {
+        let made = py.detach(|| {
+            let mut held = self.0.held.lock().unwrap_or_else(PoisonError::into_inner);
+            let made = held.as_mut().map(|held| held.pending.tables());
+            made.transpose()
+        });
+        let made = made.map_err(|error| raise(py, &error))?.flatten();
+        Ok(made.map(|(counts, handle)| memory_of(counts, handle, &self.0.lot)))
+    }
+}
+
+/// `recv_count`, `src_info` and `layout_range` for Python.
+type Tables = (Memory, Memory, Memory);
+
+fn memory_of(counts: OwnedTensor, handle: LowLatencyHandle, lot: &Lot) -> Tables {
+    let made = Arc::new((counts, handle));
+    let (counts, handle) = &*made;
+    let count = View::of(&counts.as_tensor());
+    let owner = lot.owner(count.device, made.clone());
+    let memory = |view| Memory::new(view, owner.clone());
+    let tables = [handle.src_info(), handle.layout_range()];
+    let [info, layout] = tables.map(|tensor| memory(View::of(&tensor)));
+    (memory(count), info, layout)
 }
 
 pub(crate) fn dispatch(
@@ -221,6 +243,8 @@ pub(crate) struct CombineArguments<'py> {
     topk_weights: Spec,
     handle: HandleArguments,
     use_logfmt: bool,
+    /// Whether the call is finished before anything else comes.
+    at_once: bool,
     wait_stats: Option<Spec>,
     /// Where the result will be wanted, looked at before anything is sent.
     out: Spec,
@@ -275,6 +299,7 @@ impl CombineArguments<'_> {
             Ok(LowLatencyCombineInput {
                 wire,
                 wait_stats: write_optional(&self.wait_stats, stats)?,
+                at_once: self.at_once,
                 stream: Stream::from_raw(self.stream),
                 ..LowLatencyCombineInput::new(x, topk_idx, topk_weights, handle)
             })

@@ -11,7 +11,8 @@ use pyo3::{
 use crate::{
     dlpack,
     errors::raise,
-    tensor::{dtype, dtype_name},
+    lot::Lot,
+    tensor::{Owner, dtype, dtype_name},
 };
 
 /// Where a tensor is, without a borrow.
@@ -175,20 +176,21 @@ pub(crate) fn empty(
 #[pyclass(frozen, module = "deep_ep._native")]
 pub(crate) struct Loan {
     pub(crate) loan: Arc<deep_ep::Loan>,
+    /// What tensors of it hold.
+    owner: Owner,
     view: View,
 }
 
 impl Loan {
     /// On the host waits until nobody reads the loan, which for a new one is at once.
-    pub(crate) fn new(mut loan: deep_ep::Loan) -> deep_ep::Result<Self> {
+    pub(crate) fn new(mut loan: deep_ep::Loan, lot: &Lot) -> deep_ep::Result<Self> {
         if loan.device() == Device::Host {
             loan.as_bytes_mut()?;
         }
         let view = View::of(&loan.as_tensor());
-        Ok(Self {
-            loan: Arc::new(loan),
-            view,
-        })
+        let loan = Arc::new(loan);
+        let owner = lot.owner(view.device, loan.clone());
+        Ok(Self { loan, owner, view })
     }
 }
 
@@ -196,6 +198,6 @@ impl Loan {
 impl Loan {
     /// The memory, for reading and writing.
     pub(crate) fn memory(&self) -> Memory {
-        Memory::new(self.view.clone(), self.loan.clone())
+        Memory::new(self.view.clone(), self.owner.clone())
     }
 }

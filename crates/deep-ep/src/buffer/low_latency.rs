@@ -131,6 +131,15 @@ impl<'io> PendingLowLatencyDispatch<'io> {
         })
     }
 
+    /// `recv_count` and the handle before the call is finished, for callers that hand them on: their
+    /// contents are undefined until then. `None` from engines that make them when they finish.
+    ///
+    /// # Errors
+    /// No memory for them.
+    pub fn tables(&mut self) -> Result<Option<(OwnedTensor, LowLatencyHandle)>> {
+        self.call.tables(&self.input)
+    }
+
     /// Receives into the caller's memory; returns `recv_count` `[E/R]` i32 and the handle.
     ///
     /// # Errors

@@ -125,6 +125,13 @@ pub(crate) trait LowLatencyDispatchCall: Send {
         &self,
         input: &LowLatencyDispatchInput<'_>,
     ) -> Result<(OwnedTensor, Option<OwnedTensor>)>;
+    /// What [`finish_into`](Self::finish_into) will fill and return, if that can be known before.
+    fn tables(
+        &mut self,
+        _input: &LowLatencyDispatchInput<'_>,
+    ) -> Result<Option<(OwnedTensor, LowLatencyHandle)>> {
+        Ok(None)
+    }
     fn finish_into(
         &mut self,
         input: &mut LowLatencyDispatchInput<'_>,

@@ -42,6 +42,8 @@ struct InFlight {
     on: OnStream,
     params: LowLatencyDispatchParams,
     progress: Arc<Progress>,
+    /// Where the tables are, once they are.
+    tables: Option<Arc<Piece>>,
 }
 
 /// Bytes of a row on the wire, scales included.
@@ -129,6 +131,7 @@ pub(super) fn begin(
         on,
         params,
         progress,
+        tables: None,
     }))
 }
 
@@ -200,6 +203,19 @@ struct Tables {
     recv_count: OwnedTensor,
 }
 
+impl Tables {
+    /// As a call returns them.
+    fn returned(
+        self,
+        input: &LowLatencyDispatchInput<'_>,
+    ) -> Result<(OwnedTensor, LowLatencyHandle)> {
+        let (max_tokens, hidden) = (input.max_tokens_per_rank, input.x.shape()[1]);
+        let (info, layout) = (self.src_info, self.layout_range);
+        let handle = LowLatencyHandle::from_device_parts(info, layout, max_tokens, hidden)?;
+        Ok((self.recv_count, handle))
+    }
+}
+
 impl InFlight {
     /// A block of device memory that tensors lie in.
     fn memory(&self, bytes: u64, purpose: Purpose) -> Result<Arc<Piece>> {
@@ -213,7 +229,8 @@ impl InFlight {
         }
     }
 
-    fn tables(&self) -> Result<Tables> {
+    /// The tables, always the same.
+    fn tables(&mut self) -> Result<Tables> {
         let common = &self.params.common;
         let ranks = common.group.ranks as usize;
         let local = common.experts as usize / ranks;
@@ -224,18 +241,24 @@ impl InFlight {
             bytes += (size as u64).next_multiple_of(256);
             at
         });
-        let memory = self.memory(bytes, Purpose::Metadata)?;
+        let memory = match self.tables.take() {
+            Some(memory) => memory,
+            None => {
+                let memory = self.memory(bytes, Purpose::Metadata)?;
+                self.keep(&memory);
+                memory
+            }
+        };
+        self.tables = Some(Arc::clone(&memory));
         let (base, device) = (memory.address(), self.low_latency.device);
         let tensor = |part: usize, dtype: DType, shape: &[usize]| {
             device_tensor(base + at[part], dtype, shape, device, &memory)
         };
-        let tables = Tables {
+        Ok(Tables {
             src_info: tensor(0, DType::I32, &[local, rows])?,
             layout_range: tensor(1, DType::I64, &[local, ranks])?,
             recv_count: tensor(2, DType::I32, &[local])?,
-        };
-        self.keep(&memory);
-        Ok(tables)
+        })
     }
 }
 
@@ -278,16 +301,24 @@ impl LowLatencyDispatchCall for InFlight {
         Ok(out)
     }
 
+    fn tables(
+        &mut self,
+        input: &LowLatencyDispatchInput<'_>,
+    ) -> Result<Option<(OwnedTensor, LowLatencyHandle)>> {
+        InFlight::tables(self)?.returned(input).map(Some)
+    }
+
     fn finish_into(
         &mut self,
         input: &mut LowLatencyDispatchInput<'_>,
         out: &mut LowLatencyDispatchOutput<'_>,
     ) -> Result<(OwnedTensor, LowLatencyHandle)> {
-        let low_latency = &self.low_latency;
         let hidden = input.x.shape()[1];
         let (dtype, scales) = output(input.format, hidden);
-        check_low_latency_output(input, low_latency.core.ranks, out, dtype, scales)?;
-        let tables = self.tables()?;
+        let ranks = self.low_latency.core.ranks;
+        check_low_latency_output(input, ranks, out, dtype, scales)?;
+        let tables = InFlight::tables(self)?;
+        let low_latency = &self.low_latency;
         let mut params = self.params;
         if !is_whole(&params.common) {
             receiving(&low_latency.core, &mut params.common);
@@ -309,13 +340,7 @@ impl LowLatencyDispatchCall for InFlight {
                 split.meet(&self.on.stream)?;
             }
         }
-        let handle = LowLatencyHandle::from_device_parts(
-            tables.src_info,
-            tables.layout_range,
-            input.max_tokens_per_rank,
-            hidden,
-        )?;
-        Ok((tables.recv_count, handle))
+        tables.returned(input)
     }
 }
 

@@ -139,6 +139,12 @@ struct GroupParams {
     u32 reserved;
 };
 
+// How functions are compiled that waits call when something went wrong. A call needs registers of its
+// own around it.
+#ifndef COLD
+#define COLD __noinline__
+#endif
+
 __device__ __forceinline__ u8* region_of(const GroupParams& p, u32 rank) { return reinterpret_cast<u8*>(p.bases[rank]); }
 
 __device__ __forceinline__ u64* abort_word_of(const GroupParams& p, u32 at) {
@@ -152,7 +158,7 @@ __device__ __forceinline__ u64* missing_word_of(const GroupParams& p, u32 at, u3
 
 // Whether a rank writes nothing more: this rank's host has seen it go, or it has dropped its buffer.
 // What it wrote before is seen by who asks first and looks then.
-__device__ __noinline__ bool is_gone(const GroupParams& p, u32 rank) {
+__device__ COLD bool is_gone(const GroupParams& p, u32 rank) {
     if (ld_relaxed_sys(p.gone) >> rank & 1) return true;
     const u64* dropped = reinterpret_cast<const u64*>(region_of(p, p.rank) + p.dropped_at) + rank;
     return ld_relaxed_sys(dropped) != 0;
@@ -162,14 +168,14 @@ __device__ __noinline__ bool is_gone(const GroupParams& p, u32 rank) {
 constexpr u32 LEFT_EARLY = 1u << 31;
 
 // Another rank gave up while this thread waited for `peer`.
-__device__ __noinline__ void follow_abort(const GroupParams& p, u32 stage, u32 peer) {
+__device__ COLD void follow_abort(const GroupParams& p, u32 stage, u32 peer) {
     atomicOr(&p.state->left, LEFT_EARLY);
     // Another thread may have given up first; its error names this thread's peer too.
     if (atomicAdd(&p.state->failed, 0) == stage) atomicOr(&p.state->missing, u64(1) << peer);
 }
 
 // This thread has waited for `peer` in vain: tells all ranks to leave. Does not wait.
-__device__ __noinline__ void give_up(const GroupParams& p, u32 stage, u32 peer) {
+__device__ COLD void give_up(const GroupParams& p, u32 stage, u32 peer) {
     atomicOr(&p.state->left, LEFT_EARLY);
     atomicCAS(&p.state->failed, u32(STAGE_NONE), stage);
     const u64 bit = u64(1) << peer;

@@ -155,26 +155,29 @@ struct Call {
     }
 };
 
+// The block's place in the order in which blocks have read the call's number.
+__shared__ u32 place_entered;
+
 // A launch that does all of a call reads the number that it writes itself: the last block to have
-// read it writes it. Gives the last thread of a block its place among them, behind a barrier that is
-// behind all reads of the block. It is not needed before the end, so nobody waits for it.
-__device__ inline u32 enter_call(const Call& call) {
-    if (!call.is_whole() || threadIdx.x != THREADS - 1) return 0;
+// read it writes it. Notes the block's place among them, behind a barrier that is behind all reads of
+// the block. It is not needed before the end, so nobody waits for it.
+__device__ inline void enter_call(const Call& call) {
+    if (!call.is_whole() || threadIdx.x != THREADS - 1) return;
     fence_acq_rel_gpu();
-    return atomicAdd(&call.p.group.state->arrived, 1);
+    place_entered = atomicAdd(&call.p.group.state->arrived, 1);
 }
 
 // Ends a launch; called by all threads of all blocks. Unless it does all of a call, no thread of a
 // launch reads the number that the launch writes (a receive reads what its send wrote and the next
 // send what the receive wrote), so it needs no block to wait for another.
-__device__ inline void leave_call(const Call& call, u32 place, bool failed) {
+__device__ inline void leave_call(const Call& call, bool failed) {
     if (__syncthreads_or(failed) && threadIdx.x == 0) {
         fence_acq_rel_gpu();
         report_failure(call.p.group);
     }
     const GroupParams& p = call.p.group;
     if (call.is_whole()) {
-        if (threadIdx.x != THREADS - 1 || place != gridDim.x - 1) return;
+        if (threadIdx.x != THREADS - 1 || place_entered != gridDim.x - 1) return;
         p.state->arrived = 0;
         p.state->calls = call.group.call;
         return;
@@ -202,7 +205,17 @@ struct Counters {
     u64* bad;
 };
 
-// The choices of up to 32 / top_k tokens as the lanes of a warp see them.
+// Where a lane's choice is: lanes look at up to 32 / top_k tokens side by side.
+struct Place {
+    u32 slot, k;
+    // Tokens that a warp looks at.
+    u32 tokens;
+
+    __device__ explicit Place(const Shape& shape)
+        : slot(threadIdx.x % 32 / shape.top_k), k(threadIdx.x % 32 % shape.top_k), tokens(32 / shape.top_k) {}
+};
+
+// The choices of tokens as the lanes of a warp see them.
 struct Choices {
     // -1: none.
     i32 expert;
@@ -210,17 +223,23 @@ struct Choices {
     // Lanes with the same token and expert, and with the same token and rank. 0: no choice.
     u32 same_expert, same_rank;
 
-    // Lane `lane` has choice `k` of `token`, if `some`; `slot` tells tokens apart. All lanes.
-    __device__ Choices(const LowLatencyParams& p, const Shape& shape, const Counters& counters, u32 token, u32 k,
-                       u32 slot, bool some) {
-        const i64 id = some ? choice_at(p, token, k) : -1;
+    // The lane has choice `id` of `token`, or of none if that is negative. All lanes.
+    __device__ Choices(const LowLatencyParams& p, const Shape& shape, const Counters& counters, const Place& place,
+                       u32 token, i64 id)
+        : same_expert(0), same_rank(0) {
         const bool valid = id >= 0 && id < p.experts;
-        if (id >= i64(p.experts)) atomicMin(counters.bad, u64(token) * shape.top_k + k);
+        if (id >= i64(p.experts)) atomicMin(counters.bad, u64(token) * shape.top_k + place.k);
         expert = valid ? i32(id) : -1;
         rank = valid ? u32(id) / shape.local_experts : 0;
-        same_expert = __match_any_sync(~0u, valid ? u32(id) * 32 + slot : ~0u);
-        same_rank = __match_any_sync(~0u, valid ? rank * 32 + slot : ~0u);
-        if (!valid) same_expert = same_rank = 0;
+        const u32 first = rank * shape.local_experts, lane = place.slot * shape.top_k;
+#pragma unroll 8
+        for (u32 k = 0; k < shape.top_k; k++) {
+            const i32 other = __shfl_sync(~0u, expert, lane + k);
+            same_expert |= u32(other == expert) << k;
+            same_rank |= u32(other >= 0 && u32(other) - first < shape.local_experts) << k;
+        }
+        same_expert = valid ? same_expert << lane : 0;
+        same_rank = valid ? same_rank << lane : 0;
     }
 
     // Whether this lane is the first of those with the same expert, or rank.
@@ -233,27 +252,42 @@ struct Choices {
     }
 };
 
-// Counts the tokens before `end`. Called by all threads, with counters of zero; needs a barrier
-// before counters are read.
+// The lane's choice of the tokens from `first` on, before `end`.
+__device__ __forceinline__ i64 look_at(const LowLatencyParams& p, const Place& place, u32 first, u32 end) {
+    const u32 token = first + place.slot;
+    return place.slot < place.tokens && token < end ? choice_at(p, token, place.k) : -1;
+}
+
+// Zeroes the counters and counts the tokens before `end`. The barrier behind which they can be read
+// is the caller's. All threads.
 __device__ inline void count_before(const LowLatencyParams& p, const Shape& shape, const Counters& counters, u32 end) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 tokens = 32 / shape.top_k, slot = lane / shape.top_k;
-    for (u32 first = warp * tokens; first < end; first += WARPS * tokens) {
-        const u32 token = first + slot;
-        const Choices choices(p, shape, counters, token, lane % shape.top_k, slot, slot < tokens && token < end);
+    const Place place(shape);
+    const u32 begin = threadIdx.x / 32 * place.tokens, stride = WARPS * place.tokens;
+    // Its first choices are on their way while counters are zeroed.
+    i64 id = look_at(p, place, begin, end);
+    for (u32 i = threadIdx.x; i < p.experts; i += THREADS) counters.experts[i] = 0;
+    for (u32 i = threadIdx.x; i < shape.ranks; i += THREADS) counters.ranks[i] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (u32 first = begin; first < end; first += stride) {
+        const i64 next = look_at(p, place, first + stride, end);
+        const Choices choices(p, shape, counters, place, first + place.slot, id);
         if (choices.leads_expert()) atomicAdd(&counters.experts[choices.expert], 1);
         if (choices.leads_rank()) atomicAdd(&counters.ranks[choices.rank], 1);
+        id = next;
     }
 }
 
-// The choices of the next token in one warp, and its places: how many rows this rank's tokens before
-// have at each chosen expert, and at its rank. Counts the token. All lanes.
+// The choices of a token in one warp, and its places: how many rows this rank's tokens before have at
+// each chosen expert, and at its rank. Counts the token. All lanes.
 struct Places {
     Choices choices;
     u32 position, slot;
 
-    __device__ Places(const LowLatencyParams& p, const Shape& shape, const Counters& counters, u32 token)
-        : choices(p, shape, counters, token, threadIdx.x % 32, 0, threadIdx.x % 32 < shape.top_k) {
+    // `id` is the lane's choice.
+    __device__ Places(const LowLatencyParams& p, const Shape& shape, const Counters& counters, const Place& place,
+                      u32 token, i64 id)
+        : choices(p, shape, counters, place, token, id) {
         const bool some = choices.same_expert != 0;
         position = some ? counters.experts[choices.expert] : 0;
         slot = some ? counters.ranks[choices.rank] : 0;
@@ -317,39 +351,38 @@ struct Sources {
     u32 failed;
     // The most chunks of a source that takes part, and the most tokens of one.
     u32 most_chunks, most_tokens;
+    // Chunks of each source's tokens.
+    u32 chunks[64];
     // Clock cycles waited for each.
     i64 waited[64];
+
+    // Made ready for `gather`. All threads; the barrier is the caller's.
+    __device__ void clear(const Call& call, const Shape& shape, u32* words) {
+        if (threadIdx.x < 64) waited[threadIdx.x] = 0;
+        if (threadIdx.x != 0) return;
+        all.words = words;
+        all.ranks = shape.ranks;
+        all.length = WORD_COUNTS;
+        lost = 0;
+        failed = 0;
+        present = everyone(shape) & ~call.masked;
+    }
+
+    static __device__ __forceinline__ u64 everyone(const Shape& shape) {
+        return shape.ranks == 64 ? ~u64(0) : (u64(1) << shape.ranks) - 1;
+    }
 };
 
-// Chunks of a source's tokens.
-__device__ __forceinline__ u32 chunks_of(const Sources& sources, u32 source, u32 flags) {
-    const u32 chunk = sources.all.word(source, WORD_CHUNK), tokens = sources.all.word(source, WORD_TOKENS);
-    // No more than have a flag: a peer that wrote nonsense makes no flag outside them.
-    return chunk == 0 ? 0 : min((tokens + chunk - 1) / chunk, flags);
-}
-
 // Waits for the announcements; `counts`, if not 0, is in shared memory and gets those `[ranks]
-// [local_experts]` behind. Before it waits, the last warp does `first`. False: a wait gave up. Called
-// by all threads.
-template <class First>
+// [local_experts]` behind. The last warp does `instead`. False: a wait gave up. Called by all threads,
+// behind a barrier that is behind `Sources::clear`.
+template <class Instead>
 __device__ inline bool gather(const Call& call, const Shape& shape, Sources& sources, u32* words, u32* counts,
-                              const First& first) {
+                              const Instead& instead) {
     const u32 length = WORD_COUNTS + (counts ? shape.local_experts : 0);
-    if (threadIdx.x == 0) {
-        sources.all.words = words;
-        sources.all.ranks = shape.ranks;
-        sources.all.length = WORD_COUNTS;
-        sources.all.verdict = VERDICT_OK;
-        sources.all.verdict_rank = 0;
-        sources.lost = 0;
-        sources.failed = 0;
-        sources.most_chunks = sources.most_tokens = 0;
-    }
-    if (threadIdx.x < 64) sources.waited[threadIdx.x] = 0;
-    __syncthreads();
-    if (threadIdx.x / 32 == WARPS - 1) first();
     const i64 start = clock64();
-    for (u32 i = threadIdx.x; i < shape.ranks * length; i += THREADS) {
+    if (threadIdx.x / 32 == WARPS - 1) instead();
+    for (u32 i = threadIdx.x; i < shape.ranks * length && threadIdx.x < THREADS - 32; i += THREADS - 32) {
         const u32 source = i / length, w = i % length;
         u32 value = 0;
         bool here = !call.is_masked(source);
@@ -370,46 +403,47 @@ __device__ inline bool gather(const Call& call, const Shape& shape, Sources& sou
         }
     }
     __syncthreads();
-    const u64 everyone = shape.ranks == 64 ? ~u64(0) : (u64(1) << shape.ranks) - 1;
-    if (threadIdx.x == 0) sources.present = everyone & ~call.masked & ~sources.lost;
+    if (!call.p.shrink) return sources.failed == 0;
     // Ranks that are not there do not disagree.
     for (u32 i = threadIdx.x; i < shape.ranks * WORD_COUNTS; i += THREADS) {
         const u32 source = i / WORD_COUNTS, w = i % WORD_COUNTS;
         if (!call.is_masked(source) && !(sources.lost >> source & 1)) continue;
         words[i] = w <= WORD_SCALES ? words[call.me() * WORD_COUNTS + w] : 0;
     }
-    __syncthreads();
-    for (u32 s = threadIdx.x; s < shape.ranks; s += THREADS) {
-        atomicMax(&sources.most_chunks, chunks_of(sources, s, call.p.group.flags));
-        atomicMax(&sources.most_tokens, sources.all.word(s, WORD_CHUNK));
-    }
+    if (threadIdx.x == 0) sources.present &= ~sources.lost;
     __syncthreads();
     return sources.failed == 0;
 }
 
-// What all ranks conclude from the announcements. Called by all threads.
-__device__ inline void judge(const Shape& shape, Sources& sources) {
-    __shared__ u64 strongest;
-    if (threadIdx.x == 0) strongest = ~u64(0);
-    __syncthreads();
-    for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) {
-        const Announced& all = sources.all;
-        if (all.word(r, WORD_STATUS) != STATUS_OK) {
-            conclude(&strongest, VERDICT_REJECTED, r);
-            continue;
-        }
-        u32 first = 0;
-        while (first < r && all.word(first, WORD_STATUS) != STATUS_OK) first++;
-        for (u32 w = WORD_TERMS; w <= WORD_SCALES; w++) {
-            if (all.word(r, w) != all.word(first, w)) conclude(&strongest, VERDICT_DIFFER, r);
-        }
+// What all ranks conclude from the announcements, and how much they bring. One warp.
+__device__ inline void judge(const Call& call, const Shape& shape, Sources& sources) {
+    Announced& all = sources.all;
+    const u32 lane = threadIdx.x % 32;
+    u32 strongest = ~0u, chunks = 0, tokens = 0, first = ~0u;
+    for (u32 r = lane; r < shape.ranks; r += 32) {
+        if (all.word(r, WORD_STATUS) == STATUS_OK) first = min(first, r);
     }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        sources.all.verdict = strongest == ~u64(0) ? u32(VERDICT_OK) : u32(strongest >> 32);
-        sources.all.verdict_rank = u32(strongest);
+    // A rank that rejects the call has no terms, so it is not compared.
+    first = __reduce_min_sync(~0u, first);
+    for (u32 r = lane; r < shape.ranks; r += 32) {
+        bool differs = false;
+        const bool rejects = all.word(r, WORD_STATUS) != STATUS_OK;
+        for (u32 w = WORD_TERMS; w <= WORD_SCALES && !rejects; w++) differs |= all.word(r, w) != all.word(first, w);
+        if (rejects || differs) strongest = min(strongest, (rejects ? VERDICT_REJECTED : VERDICT_DIFFER) << 8 | r);
+        const u32 chunk = all.word(r, WORD_CHUNK), count = all.word(r, WORD_TOKENS);
+        // No more than have a flag: a peer that wrote nonsense makes no flag outside them.
+        sources.chunks[r] = chunk == 0 ? 0 : min((count + chunk - 1) / chunk, call.p.group.flags);
+        chunks = max(chunks, sources.chunks[r]);
+        tokens = max(tokens, chunk);
     }
-    __syncthreads();
+    strongest = __reduce_min_sync(~0u, strongest);
+    chunks = __reduce_max_sync(~0u, chunks);
+    tokens = __reduce_max_sync(~0u, tokens);
+    if (lane != 0) return;
+    all.verdict = strongest == ~0u ? u32(VERDICT_OK) : strongest >> 8;
+    all.verdict_rank = strongest == ~0u ? 0 : strongest & 0xff;
+    sources.most_chunks = chunks;
+    sources.most_tokens = tokens;
 }
 
 // With `shrink`: waits for everything that every rank sends and agrees with the other blocks about
@@ -460,8 +494,10 @@ __device__ inline void tell(const Call& call, const Sources& sources) {
 __device__ inline bool reject(const Call& call, const Shape& shape, Sources& sources, u32* words) {
     if (!(call.p.phases & LL_RECEIVE)) announce(call, shape, 0, nullptr);
     if (call.p.phases & LL_SEND) return true;
+    __syncthreads();
     if (!gather(call, shape, sources, words, nullptr, [] {})) return false;
-    judge(shape, sources);
+    if (threadIdx.x < 32) judge(call, shape, sources);
+    __syncthreads();
     tell(call, sources);
     return true;
 }

@@ -2,6 +2,9 @@
 //
 // Constants, each 0 if it is known only at run time: RANKS, TOP_K, HIDDEN, WIRE.
 
+// Registers are short here.
+#define COLD inline
+
 #include "logfmt.cuh"
 #include "low_latency.cuh"
 
@@ -11,7 +14,8 @@ constexpr u32 DATA_WARPS = WARPS - 1;
 #if __CUDA_ARCH__ < 900
 constexpr int PARTS_AHEAD = WIRE == WIRE_LOGFMT ? 1 : 2;
 #else
-constexpr int PARTS_AHEAD = WIRE == WIRE_LOGFMT ? 2 : TOP_K > 8 ? 3 : 4;
+// Several ranks share a token's choices.
+constexpr int PARTS_AHEAD = WIRE == WIRE_LOGFMT ? 2 : TOP_K > 8 || RANKS > 2 ? 3 : 4;
 #endif
 constexpr int SUMS_AHEAD = 4;
 
@@ -49,27 +53,32 @@ struct Shared {
 };
 
 // Announces, and tells every rank the weights of this rank's choices and where the rows are that
-// they belong to. Waits for nobody. Returns the last thread's place, see enter_call.
-__device__ inline u32 send(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
+// they belong to. Waits for nobody.
+__device__ inline void send(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
                             const Shared& shared) {
     const LowLatencyParams& p = call.p;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 begin = min(blockIdx.x * p.chunk_tokens, p.tokens);
     const u32 end = min(begin + p.chunk_tokens, p.tokens);
-    for (u32 i = threadIdx.x; i < p.experts; i += THREADS) shared.counters.experts[i] = 0;
-    for (u32 i = threadIdx.x; i < shape.ranks; i += THREADS) shared.counters.ranks[i] = 0;
-    __syncthreads();
+    const Place place(shape);
+    const auto weight_of = [&](u32 token) {
+        if (lane >= shape.top_k || warp != 0 || token >= end) return 0u;
+        const u64 at = token * params.weights.row_stride + lane * params.weights.column_stride;
+        return reinterpret_cast<const u32*>(params.weights.data)[at];
+    };
+    // A token's choices and weights are on their way while those before are looked at.
+    i64 next_id = warp == 0 ? look_at(p, place, begin, min(begin + 1, end)) : -1;
+    u32 next_weight = weight_of(begin);
     count_before(p, shape, shared.counters, begin);
     __syncthreads();
-    const u32 place = enter_call(call);
+    enter_call(call);
     if (warp == 0) {
         for (u32 token = begin; token < end; token++) {
-            u32 weight = 0;
-            if (lane < shape.top_k) {
-                const u64 at = token * params.weights.row_stride + lane * params.weights.column_stride;
-                weight = reinterpret_cast<const u32*>(params.weights.data)[at];
-            }
-            const Places places(p, shape, shared.counters, token);
+            const i64 id = next_id;
+            const u32 weight = next_weight;
+            next_id = look_at(p, place, token + 1, min(token + 2, end));
+            next_weight = weight_of(token + 1);
+            const Places places(p, shape, shared.counters, place, token, id);
             if (lane >= shape.top_k) continue;
             const u32 row = places.place(p, shape);
             const u64 entry = ((u64(call.me()) * p.max_tokens + token) * shape.top_k + lane) * 2;
@@ -86,11 +95,10 @@ __device__ inline u32 send(const LowLatencyCombineParams& params, const Call& ca
     if (threadIdx.x == 0) {
         atomicAdd(&p.shared->wire_bytes, u64(end - begin) * shape.ranks * shape.top_k * 16);
     }
-    if (blockIdx.x != gridDim.x - 1) return place;
+    if (blockIdx.x != gridDim.x - 1) return;
     __syncthreads();
     // The last block has counted all tokens.
     announce(call, shape, *shared.counters.bad, nullptr);
-    return place;
 }
 
 // The tagged words of a token's choices in this rank's landing memory.
@@ -280,9 +288,8 @@ struct Turns {
     const Shape& shape;
     const Sources& sources;
 
-    __device__ u32 count() const {
-        const u32 chunks = sources.most_chunks;
-        return chunks > blockIdx.x ? ((chunks - blockIdx.x - 1) / gridDim.x + 1) * shape.ranks : 0;
+    __device__ __forceinline__ bool has(u32 turn) const {
+        return blockIdx.x + turn / shape.ranks * gridDim.x < sources.most_chunks;
     }
 
     // Tokens of the turn's chunk; 0 if there is none.
@@ -302,13 +309,13 @@ struct Turns {
 __device__ inline void publish(const Call& call, const Shared& shared, const Turns& turns, const Team& team,
                                u32* stopped) {
     const u32 lane = threadIdx.x % 32;
-    for (u32 first = 0; first < turns.count();) {
+    for (u32 first = 0; turns.has(first);) {
         u32 end = first;
         // Lane l looks at turn first + l.
         u32 owner = 0, chunk = 0, token;
         const u32 turn = first + lane;
-        const u32 tokens = turn < turns.count() ? turns.find(turn, owner, chunk, token) : 0;
-        const bool exists = turn < turns.count();
+        const bool exists = turns.has(turn);
+        const u32 tokens = exists ? turns.find(turn, owner, chunk, token) : 0;
         while (end == first) {
             const bool over = exists && ld_acquire_shared(&shared.done[turn]) >= tokens * team.warps;
             const u32 pending = ~__ballot_sync(~0u, over);
@@ -348,9 +355,11 @@ __device__ inline bool write_partials(const LowLatencyCombineParams& params, con
     if (!team.works()) return true;
     const u32 lane = threadIdx.x % 32;
     const bool aligned = ALIGNED || (params.x.data | params.x.strides[0] | params.x.strides[1]) % 16 == 0;
-    // Fewer than 2^32, as tokens of all ranks are.
-    for (u32 at = team.index; at < turns.count() * sources.most_tokens; at += team.count) {
-        const u32 turn = at / sources.most_tokens, index = at % sources.most_tokens;
+    // Teams take the tokens of all turns in turn.
+    u32 turn = 0;
+    for (u32 index = team.index;; index += team.count) {
+        for (; index >= sources.most_tokens && turns.has(turn); index -= sources.most_tokens) turn++;
+        if (!turns.has(turn)) return true;
         u32 owner, chunk, first;
         if (index >= turns.find(turn, owner, chunk, first)) continue;
         const u32 token = first + index;
@@ -381,7 +390,6 @@ __device__ inline bool write_partials(const LowLatencyCombineParams& params, con
         __syncwarp();
         if (lane == 0) red_release_shared(&shared.done[turn], 1);
     }
-    return true;
 }
 
 // Waits for all ranks' weights and writes the sums of this rank's experts. False: a wait gave up.
@@ -392,12 +400,14 @@ __device__ inline bool partials(const LowLatencyCombineParams& params, const Cal
     // Behind the counters, which are not needed any more.
     __syncthreads();
     const u32 ranges = shape.local_experts * shape.ranks;
-    for (u32 i = threadIdx.x; i < ranges; i += THREADS) {
+    // By the last warps first: the first ones wait for announcements.
+    for (u32 i = THREADS - 1 - threadIdx.x; i < ranges; i += THREADS) {
         shared.begin[i] = u32(reinterpret_cast<const u64*>(params.layout_range)[i] >> 32);
     }
     for (u32 i = threadIdx.x; i < Shared::turns(call.p) * shape.ranks; i += THREADS) shared.done[i] = 0;
     if (!gather(call, shape, sources, shared.words, nullptr, [] {})) return false;
-    judge(shape, sources);
+    if (threadIdx.x < 32) judge(call, shape, sources);
+    __syncthreads();
     if (blockIdx.x == 0) {
         tell(call, sources);
         // The receiving launch of this rank reads it.
@@ -514,8 +524,7 @@ __device__ inline bool receive(const LowLatencyCombineParams& params, const Call
     if (!came_about) return true;
     const i64 start = clock64();
     if (threadIdx.x == 0) {
-        const u64 everyone = shape.ranks == 64 ? ~u64(0) : (u64(1) << shape.ranks) - 1;
-        sources.present = everyone & ~call.masked;
+        sources.present = Sources::everyone(shape) & ~call.masked;
         sources.lost = 0;
         sources.failed = 0;
     }
@@ -549,15 +558,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) bad = ~u64(0);
     const Shared shared(memory, &bad, p, shape);
     call.heed_exclusions();
+    sources.clear(call, shape, shared.words);
     bool here = true;
-    u32 place = 0;
     if (p.phases & LL_REJECT) {
         here = reject(call, shape, sources, shared.words);
     } else {
-        if (p.phases & LL_SEND) place = send(params, call, shape, shared);
+        if (p.phases & LL_SEND) send(params, call, shape, shared);
         if (p.phases & LL_PARTIALS) here = partials(params, call, shape, shared, sources);
         // All warps of a block know whether one gave up.
         if (p.phases & LL_RECEIVE && !__syncthreads_or(!here)) here = receive(params, call, shape, sources);
     }
-    leave_call(call, place, !here);
+    leave_call(call, !here);
 }

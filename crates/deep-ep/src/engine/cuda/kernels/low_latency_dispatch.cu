@@ -57,11 +57,12 @@ struct Shared {
 };
 
 // Finds the places of a token, notes where its row goes and writes the tagged words of its messages.
-// Returns how many. One warp.
-__device__ inline u32 place_token(const Call& call, const Shape& shape, const Shared& shared, u32 token, u32 index) {
+// `id` is the lane's choice. Returns how many messages there are. One warp.
+__device__ inline u32 place_token(const Call& call, const Shape& shape, const Shared& shared, const Place& place,
+                                  u32 token, u32 index, i64 id) {
     const LowLatencyParams& p = call.p;
     const u32 lane = threadIdx.x % 32, before = (1u << lane) - 1;
-    const Places places(p, shape, shared.counters, token);
+    const Places places(p, shape, shared.counters, place, token, id);
     const Choices& choices = places.choices;
     const u32 leaders = __ballot_sync(~0u, choices.leads_expert());
     const bool sent = choices.same_expert != 0 && !call.is_masked(choices.rank) && places.slot < p.max_tokens;
@@ -124,32 +125,35 @@ struct Chunk {
 };
 
 // Counts, announces and writes this block's tokens to the ranks they go to. Waits for nobody. They
-// are to be published behind it. Returns the last thread's place, see enter_call.
-__device__ inline u32 send(const LowLatencyDispatchParams& params, const Call& call, const Shape& shape,
+// are to be published behind it.
+__device__ inline void send(const LowLatencyDispatchParams& params, const Call& call, const Shape& shape,
                             const Shared& shared) {
     const LowLatencyParams& p = call.p;
     const Wire wire(p, shape);
     const Chunk chunk(p);
     const u32 begin = chunk.begin, end = chunk.end, words = shape.hidden / 8;
     const bool aligned = ALIGNED || (params.x | params.x_stride) % 16 == 0;
-    for (u32 i = threadIdx.x; i < p.experts; i += THREADS) shared.counters.experts[i] = 0;
-    for (u32 i = threadIdx.x; i < shape.ranks; i += THREADS) shared.counters.ranks[i] = 0;
-    // The first rows are on their way while places are found.
+    const Place place(shape);
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // The first choices and rows are on their way while places are found.
+    i64 id = warp == 0 ? look_at(p, place, begin, min(begin + 1, end)) : -1;
     Row row;
     row.word = make_uint4(0, 0, 0, 0);
     const u32 first_items = min(BATCH, end - begin) * words;
     if (threadIdx.x < first_items) row.load(params, begin + threadIdx.x / words, threadIdx.x % words, aligned);
-    __syncthreads();
     count_before(p, shape, shared.counters, begin);
     __syncthreads();
-    for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) shared.first_slot[r] = shared.counters.ranks[r];
-    __syncthreads();
-    const u32 place = enter_call(call);
+    enter_call(call);
     u32 messages = 0;
+    for (u32 r = lane; r < shape.ranks && warp == 0; r += 32) shared.first_slot[r] = shared.counters.ranks[r];
+    __syncwarp();
     for (u32 batch = begin; batch < end; batch += BATCH) {
         const u32 tokens = min(BATCH, end - batch);
-        if (threadIdx.x < 32) {
-            for (u32 i = 0; i < tokens; i++) messages += place_token(call, shape, shared, batch + i, i);
+        for (u32 i = 0; i < tokens && warp == 0; i++) {
+            const u32 token = batch + i;
+            const i64 next = look_at(p, place, token + 1, min(token + 2, end));
+            messages += place_token(call, shape, shared, place, token, i, id);
+            id = next;
         }
         __syncthreads();
         for (u32 item = threadIdx.x; item < tokens * words; item += THREADS) {
@@ -160,10 +164,13 @@ __device__ inline u32 send(const LowLatencyDispatchParams& params, const Call& c
         __syncthreads();
     }
     // The last block has counted all tokens.
-    if (blockIdx.x == gridDim.x - 1) announce(call, shape, *shared.counters.bad, shared.counters.experts);
+    if (blockIdx.x == gridDim.x - 1) {
+        announce(call, shape, *shared.counters.bad, shared.counters.experts);
+        // The counters' memory is used again.
+        __syncthreads();
+    }
     const u32 message_bytes = (2 + shape.top_k) * 8 + wire.row_bytes + wire.scale_bytes;
     if (threadIdx.x == 0 && messages) atomicAdd(&p.shared->wire_bytes, u64(messages) * message_bytes);
-    return place;
 }
 
 // Lets every rank know which of its slots the block has filled. One warp, behind a barrier that is
@@ -180,9 +187,10 @@ __device__ inline void publish(const Call& call, const Shape& shape, const Share
     }
 }
 
-// Ranges begin behind those of the sources before. All threads.
-__device__ inline void place_ranges(const Shape& shape, const Shared& shared, const Sources& sources) {
-    for (u32 e = threadIdx.x; e < shape.local_experts; e += THREADS) {
+// Ranges begin behind those of the sources before. `thread` of so many.
+__device__ inline void place_ranges(const Shape& shape, const Shared& shared, const Sources& sources, u32 thread,
+                                    u32 threads) {
+    for (u32 e = thread; e < shape.local_experts; e += threads) {
         u32 sum = 0;
         for (u32 s = 0; s < shape.ranks; s++) {
             u32* range = &shared.begin[s * shape.local_experts + e];
@@ -275,22 +283,27 @@ __device__ inline bool put_rows(const LowLatencyDispatchParams& params, const Ca
     const Wire wire(p, shape);
     const Team team(wire.row_bytes / 16, 16, WARPS);
     if (!team.works()) return true;
-    const u32 lane = threadIdx.x % 32;
+    const u32 lane = threadIdx.x % 32, word = team.first + lane;
     const bool aligned =
         ALIGNED || (params.out_x.data | params.out_x.strides[0] | params.out_x.strides[1]) % 16 == 0;
     const u32 most_rows = sources.most_tokens, most_chunks = sources.most_chunks;
     const i64 start = clock64();
-    // Turns of this block: a chunk of one source each, other ranks' first.
-    const u64 turns = most_chunks > blockIdx.x ? (most_chunks - blockIdx.x - 1) / gridDim.x + 1 : 0;
+    // A block's turns are the sources, other ranks first, once for each of its chunks. Its teams take
+    // the rows of all turns in turn.
+    u32 chunk = blockIdx.x, step = 0, row = team.index;
     u32 first = 0, end = 0;
-    u64 known = ~u64(0);
-    for (u64 at = team.index; at < turns * shape.ranks * most_rows; at += team.count) {
-        const u64 turn = at / most_rows;
-        const u32 row = u32(at % most_rows);
-        const u32 chunk = blockIdx.x + u32(turn / shape.ranks) * gridDim.x;
-        const u32 source = (call.me() + 1 + u32(turn % shape.ranks)) % shape.ranks;
-        if (!(sources.present >> source & 1) || chunk >= chunks_of(sources, source, p.group.flags)) continue;
-        if (turn != known) {
+    bool known = false;
+    for (;;) {
+        for (; row >= most_rows && chunk < most_chunks; row -= most_rows) {
+            known = false;
+            if (++step < shape.ranks) continue;
+            step = 0;
+            chunk += gridDim.x;
+        }
+        if (chunk >= most_chunks) return true;
+        const u32 source = (call.me() + 1 + step) % shape.ranks;
+        const bool some = sources.present >> source & 1 && chunk < sources.chunks[source];
+        if (some && !known) {
             bool here = true;
             if (lane == 0) {
                 here = call.wait_flag(call.flag(call.me(), source, chunk), first, end, STAGE_ROWS, source);
@@ -300,41 +313,52 @@ __device__ inline bool put_rows(const LowLatencyDispatchParams& params, const Ca
             first = __shfl_sync(~0u, first, 0), end = min(__shfl_sync(~0u, end, 0), p.max_tokens);
             // Every lane reads what lane 0 has seen announced.
             __syncwarp();
-            known = turn;
+            known = true;
         }
-        if (first + row >= end) continue;
-        const u64 message = u64(source) * p.max_tokens + first + row;
-        const u64* header = reinterpret_cast<const u64*>(call.tagged(call.me()) + message * header_bytes(shape));
-        const u8* from = call.rows(call.me()) + message * p.row_stride;
-        // The row's first words are on their way while the header says where they go.
-        uint4 ahead = make_uint4(0, 0, 0, 0);
-        const u32 word = team.first + lane;
-        if (word < wire.row_bytes / 16) ahead = ld_landed(reinterpret_cast<const uint4*>(from) + word);
-        const Copies copies(params, shape, shared, source, header);
-        if (team.first == 0 && lane < copies.count) reinterpret_cast<u32*>(params.src_info)[copies.index] = copies.token;
-        put_row(params, wire, team, copies, from, ahead, aligned);
+        if (some && first + row < end) {
+            const u64 message = u64(source) * p.max_tokens + first + row;
+            const u64* header = reinterpret_cast<const u64*>(call.tagged(call.me()) + message * header_bytes(shape));
+            const u8* from = call.rows(call.me()) + message * p.row_stride;
+            // The row's first words are on their way while the header says where they go.
+            uint4 ahead = make_uint4(0, 0, 0, 0);
+            if (word < wire.row_bytes / 16) ahead = ld_landed(reinterpret_cast<const uint4*>(from) + word);
+            const Copies copies(params, shape, shared, source, header);
+            if (team.first == 0 && lane < copies.count) {
+                reinterpret_cast<u32*>(params.src_info)[copies.index] = copies.token;
+            }
+            put_row(params, wire, team, copies, from, ahead, aligned);
+        }
+        row += team.count;
     }
-    return true;
 }
 
 // Waits for all ranks and puts what came for each expert. False: a wait gave up.
 __device__ inline bool receive(const LowLatencyDispatchParams& params, const Call& call, const Shape& shape,
                                const Shared& shared, Sources& sources) {
-    u32* counts = call.p.discard ? nullptr : shared.begin;
-    const auto first = [&] {
+    const LowLatencyParams& p = call.p;
+    const auto instead = [&] {
         if (call.is_whole()) publish(call, shape, shared);
     };
-    if (!gather(call, shape, sources, shared.words, counts, first)) return false;
-    judge(shape, sources);
-    if (blockIdx.x == 0) tell(call, sources);
-    if (call.p.discard) return true;
-    const bool any = sources.all.verdict == VERDICT_OK;
-    const auto chunks = [&](u32 s) { return any ? chunks_of(sources, s, call.p.group.flags) : 0; };
-    if (!settle(call, shape, sources, chunks)) return false;
-    if (blockIdx.x == gridDim.x - 1) write_tables(params, shape, shared, sources, any);
-    if (!any) return true;
-    place_ranges(shape, shared, sources);
+    if (!gather(call, shape, sources, shared.words, p.discard ? nullptr : shared.begin, instead)) return false;
+    // One block needs the counts for longer, and with `shrink` it is not known yet who takes part.
+    const bool tabulates = blockIdx.x == gridDim.x - 1, early = !p.shrink && !p.discard && !tabulates;
+    if (threadIdx.x < 32) {
+        judge(call, shape, sources);
+    } else if (early) {
+        place_ranges(shape, shared, sources, threadIdx.x - 32, THREADS - 32);
+    }
     __syncthreads();
+    if (blockIdx.x == 0) tell(call, sources);
+    if (p.discard) return true;
+    const bool any = sources.all.verdict == VERDICT_OK;
+    if (!settle(call, shape, sources, [&](u32 s) { return any ? sources.chunks[s] : 0; })) return false;
+    if (tabulates) write_tables(params, shape, shared, sources, any);
+    if (!any) return true;
+    if (!early) {
+        __syncthreads();
+        place_ranges(shape, shared, sources, threadIdx.x, THREADS);
+        __syncthreads();
+    }
     const bool here = put_rows(params, call, shape, shared, sources);
     if (blockIdx.x != 0) return here;
     __syncthreads();
@@ -351,19 +375,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Shape shape(p);
     Call call(p);
     if (threadIdx.x == 0) bad = ~u64(0);
-    Shared shared(memory, &bad, p, shape);
+    const Shared shared(memory, &bad, p, shape);
     call.heed_exclusions();
+    sources.clear(call, shape, shared.words);
     bool here = true;
-    u32 place = 0;
     if (p.phases & LL_REJECT) {
         here = reject(call, shape, sources, shared.words);
     } else {
-        if (p.phases & LL_SEND) place = send(params, call, shape, shared);
+        if (p.phases & LL_SEND) {
+            send(params, call, shape, shared);
+        } else {
+            __syncthreads();
+        }
         if (p.phases & LL_RECEIVE) {
             here = receive(params, call, shape, shared, sources);
         } else if (threadIdx.x < 32) {
             publish(call, shape, shared);
         }
     }
-    leave_call(call, place, !here);
+    leave_call(call, !here);
 }

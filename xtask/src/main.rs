@@ -1,11 +1,12 @@
-//! Tasks of this repository: `cargo xtask test`, `python`, `wheel`, `dist`, `kernels`, `mutate`,
-//! `bench-cpu`.
+//! Tasks of this repository: `cargo xtask test`, `python`, `wheel`, `dist`, `header`, `kernels`,
+//! `mutate`, `bench-cpu`.
 
 #![forbid(unsafe_code)]
 
 mod bench_cpu;
 mod command;
 mod dist;
+mod header;
 mod kernels;
 mod mutate;
 mod mutations;
@@ -27,6 +28,8 @@ enum Task {
     Wheel(python::Args),
     /// Build a folder that tests and measures GPUs on a host without Rust
     Dist(dist::Args),
+    /// Write the C header from the sources of the C interface
+    Header(header::Args),
     /// Compile every GPU kernel for every architecture, without a GPU
     Kernels(kernels::Args),
     /// Break the code in known ways and see that the tests notice
@@ -41,6 +44,7 @@ fn main() -> ExitCode {
         Task::Python(args) => python::test(&args),
         Task::Wheel(args) => python::run(&args),
         Task::Dist(args) => dist::run(&args),
+        Task::Header(args) => header::run(&args),
         Task::Kernels(args) => kernels::run(&args),
         Task::Mutate(args) => mutate::run(&args),
         Task::BenchCpu(args) => bench_cpu::run(&args),

@@ -14,7 +14,7 @@ use crate::{
     objects::{self, Object},
     pointers::{self, Out},
     status::Status,
-    tensor::{TensorView, dtype},
+    tensor::{DTypeCode, TensorView, dtype},
 };
 
 /// Memory of the library that the caller holds until he frees it.
@@ -73,7 +73,7 @@ type Make = fn(&deep_ep::Buffer, deep_ep::DType, &[usize]) -> Result<Loan>;
 
 fn make(
     buffer: *const BufferObject,
-    code: i32,
+    code: DTypeCode,
     shape: (*const usize, usize),
     loan: *mut *mut LoanObject,
     make: Make,
@@ -95,7 +95,7 @@ fn make(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_loan(
     buffer: *const BufferObject,
-    dtype: i32,
+    dtype: DTypeCode,
     shape: *const usize,
     ndim: usize,
     loan: *mut *mut LoanObject,
@@ -107,7 +107,7 @@ pub unsafe extern "C" fn deep_ep_loan(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_device_loan(
     buffer: *const BufferObject,
-    dtype: i32,
+    dtype: DTypeCode,
     shape: *const usize,
     ndim: usize,
     loan: *mut *mut LoanObject,

@@ -17,16 +17,24 @@ fn folder() -> PathBuf {
     root().join("crates/deep-ep-capi")
 }
 
+fn path() -> PathBuf {
+    folder().join("include/deep_ep.h")
+}
+
 /// Writes the header, or compares it.
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let path = folder().join("include/deep_ep.h");
-    let wanted = generate()?;
-    if !args.check {
-        return fs::write(&path, wanted).with_context(|| format!("writing {}", path.display()));
+    if args.check {
+        return check();
     }
+    fs::write(path(), generate()?).with_context(|| format!("writing {}", path().display()))
+}
+
+/// Compares the header with what the sources say.
+pub(crate) fn check() -> Result<()> {
+    let path = path();
     let found = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
     ensure!(
-        found == wanted,
+        found == generate()?,
         "{} is not what the sources say: run `cargo xtask header`",
         path.display()
     );

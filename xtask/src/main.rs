@@ -1,9 +1,10 @@
-//! Tasks of this repository: `cargo xtask test`, `python`, `wheel`, `dist`, `header`, `kernels`,
+//! Tasks of this repository: `cargo xtask test`, `python`, `c`, `wheel`, `dist`, `header`, `kernels`,
 //! `mutate`, `bench-cpu`.
 
 #![forbid(unsafe_code)]
 
 mod bench_cpu;
+mod c;
 mod command;
 mod dist;
 mod header;
@@ -24,6 +25,8 @@ enum Task {
     Test(test::Args),
     /// Test the Python package
     Python(python::TestArgs),
+    /// Test the C interface: header, installation, examples and programs as C and as C++
+    C,
     /// Build the Python package's wheel
     Wheel(python::Args),
     /// Build a folder that tests and measures GPUs on a host without Rust
@@ -42,6 +45,7 @@ fn main() -> ExitCode {
     let done = match Task::parse() {
         Task::Test(args) => test::run(&args),
         Task::Python(args) => python::test(&args),
+        Task::C => c::run(),
         Task::Wheel(args) => python::run(&args),
         Task::Dist(args) => dist::run(&args),
         Task::Header(args) => header::run(&args),

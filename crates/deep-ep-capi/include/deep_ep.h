@@ -43,7 +43,7 @@
 #define DEEP_EP_CUDA(ordinal) ((int32_t)(ordinal) + 1)
 
 /** Why a function failed. */
-typedef enum deep_ep_status {
+typedef enum {
   /** It did not fail. */
   DEEP_EP_OK = 0,
   /**
@@ -78,7 +78,7 @@ typedef enum deep_ep_status {
 } deep_ep_status;
 
 /** Element types. */
-typedef enum deep_ep_dtype {
+typedef enum {
   /** No tensor. */
   DEEP_EP_NO_TENSOR = 0,
   /** bfloat16. */
@@ -100,7 +100,7 @@ typedef enum deep_ep_dtype {
 } deep_ep_dtype;
 
 /** Which engine moves the rows. */
-typedef enum deep_ep_engine {
+typedef enum {
   /** As DEEP_EP_ENGINE says, or DEEP_EP_ENGINE_AUTO. */
   DEEP_EP_ENGINE_DEFAULT = 0,
   /** CUDA if a device is set, else the CPU. */
@@ -112,7 +112,7 @@ typedef enum deep_ep_engine {
 } deep_ep_engine;
 
 /** A call that all ranks make together, see `deep_ep_refuse()`. */
-typedef enum deep_ep_call {
+typedef enum {
   /** deep_ep_dispatch(). */
   DEEP_EP_CALL_DISPATCH = 0,
   /** deep_ep_combine(). */
@@ -124,7 +124,7 @@ typedef enum deep_ep_call {
 } deep_ep_call;
 
 /** How rows of a low-latency dispatch travel and arrive. */
-typedef enum deep_ep_row_format {
+typedef enum {
   /** bf16, bit for bit. */
   DEEP_EP_ROWS_BF16 = 0,
   /** FP8 with an fp32 scale for each 128 channels (DeepEP's `use_fp8`). */
@@ -136,7 +136,7 @@ typedef enum deep_ep_row_format {
 } deep_ep_row_format;
 
 /** How rows of a low-latency combine travel. */
-typedef enum deep_ep_wire {
+typedef enum {
   /** One bf16 partial sum for each token and rank. */
   DEEP_EP_WIRE_BF16 = 0,
   /** The same with about 10 bits for each value (DeepEP's `use_logfmt`). */
@@ -169,14 +169,14 @@ typedef struct deep_ep_low_latency_handle_t deep_ep_low_latency_handle_t;
 /** A call that was begun. */
 typedef struct deep_ep_pending_t deep_ep_pending_t;
 
-/** What a function returns: 0, or a value of `enum deep_ep_status`. */
+/** What a function returns: 0, or a value of `deep_ep_status`. */
 typedef int32_t deep_ep_status_t;
 
 /**
  * What is known of an error. Texts that do not apply are empty, never NULL. All pointers are good
  * until another call of the same thread fails.
  */
-typedef struct deep_ep_error_t {
+typedef struct {
   /** Set by `deep_ep_error()`. */
   size_t struct_size;
   /** Number of ranks in `ranks`. */
@@ -210,11 +210,11 @@ typedef struct deep_ep_error_t {
 /** Asked now and then by a call that waits, whether it should give up: any other value than 0. */
 typedef int32_t (*deep_ep_interrupt_check_t)(void *context);
 
-/** An element type: a value of `enum deep_ep_dtype`. */
+/** An element type: a value of `deep_ep_dtype`. */
 typedef int32_t deep_ep_dtype_t;
 
 /** How processes meet at a TCP port of rank 0. Made by `deep_ep_tcp_config()`. */
-typedef struct deep_ep_tcp_config_t {
+typedef struct {
   /** Set by `deep_ep_tcp_config()`. */
   size_t struct_size;
   /** This rank. */
@@ -242,7 +242,7 @@ typedef struct deep_ep_tcp_config_t {
 typedef int32_t (*deep_ep_all_gather_t)(void *context, const void *mine, size_t bytes, void *all);
 
 /** Fixed capacity of the low-latency calls, the same on all ranks. All zeros: no such calls. */
-typedef struct deep_ep_low_latency_capacity_t {
+typedef struct {
   /** Most tokens that a rank sends in a call, `M`. */
   size_t num_max_dispatch_tokens_per_rank;
   /** Elements of a row, `H`. */
@@ -257,10 +257,10 @@ typedef struct deep_ep_low_latency_capacity_t {
 } deep_ep_low_latency_capacity_t;
 
 /** How a buffer is made. Made by `deep_ep_buffer_config()`; all zeros are the defaults. */
-typedef struct deep_ep_buffer_config_t {
+typedef struct {
   /** Set by `deep_ep_buffer_config()`. */
   size_t struct_size;
-  /** A value of `enum deep_ep_engine`. */
+  /** A value of `deep_ep_engine`. */
   int32_t engine;
   /** DEEP_EP_CUDA(n): the GPU to use. 0: with the CUDA engine the rank's number modulo the GPUs. */
   int32_t device;
@@ -269,7 +269,7 @@ typedef struct deep_ep_buffer_config_t {
   /** Most bytes that this rank's symmetric memory may grow to; 0: the machine's memory. */
   size_t max_bytes;
   /** Capacity of the low-latency calls. */
-  struct deep_ep_low_latency_capacity_t low_latency;
+  deep_ep_low_latency_capacity_t low_latency;
   /** Bytes of that capacity, for callers who know only those; 0: not used. */
   size_t low_latency_bytes;
   /** Bound on the SMs, on the CPU engine on the worker threads, of this rank; 0: 20. */
@@ -289,7 +289,7 @@ typedef struct deep_ep_buffer_config_t {
 } deep_ep_buffer_config_t;
 
 /** Bytes copied and memory used by one rank since its buffer was made. On a GPU only memory is counted. */
-typedef struct deep_ep_statistics_t {
+typedef struct {
   /** Set by `deep_ep_statistics()`. */
   size_t struct_size;
   /** Bytes of rows written by this rank's copies. */
@@ -316,13 +316,13 @@ typedef struct deep_ep_statistics_t {
  * A tensor in memory of the host or of a GPU. All zeros is no tensor. Made by
  * `deep_ep_tensor_1d()`, `deep_ep_tensor_2d()` and `deep_ep_tensor_3d()`, or by hand.
  */
-typedef struct deep_ep_tensor_t {
+typedef struct {
   /**
    * Address of the first element, aligned to the element's size. May be NULL where a dimension is
    * 0.
    */
   void *data;
-  /** Element type, a value of `enum deep_ep_dtype`. */
+  /** Element type, a value of `deep_ep_dtype`. */
   deep_ep_dtype_t dtype;
   /** DEEP_EP_HOST, or DEEP_EP_CUDA(n) for the GPU with the number n. */
   int32_t device;
@@ -335,21 +335,21 @@ typedef struct deep_ep_tensor_t {
 } deep_ep_tensor_t;
 
 /** The tensors of a layout. Made by `deep_ep_layout_tensors()`. */
-typedef struct deep_ep_layout_tensors_t {
+typedef struct {
   /** Set by `deep_ep_layout_tensors()`. */
   size_t struct_size;
   /** int32 `[R]`: tokens that go to each rank. */
-  struct deep_ep_tensor_t num_tokens_per_rank;
+  deep_ep_tensor_t num_tokens_per_rank;
   /** int32 `[nodes]`: tokens that go to each node; no tensor inside one node. */
-  struct deep_ep_tensor_t num_tokens_per_rdma_rank;
+  deep_ep_tensor_t num_tokens_per_rdma_rank;
   /** int32 `[E]`: choices of each expert. */
-  struct deep_ep_tensor_t num_tokens_per_expert;
+  deep_ep_tensor_t num_tokens_per_expert;
   /** uint8 `[T, R]`: 0 or 1. */
-  struct deep_ep_tensor_t is_token_in_rank;
+  deep_ep_tensor_t is_token_in_rank;
 } deep_ep_layout_tensors_t;
 
 /** The tensors and numbers of a handle. Made by `deep_ep_handle_tensors()`. */
-typedef struct deep_ep_handle_tensors_t {
+typedef struct {
   /** Set by `deep_ep_handle_tensors()`. */
   size_t struct_size;
   /** The rank that it is of. */
@@ -364,24 +364,24 @@ typedef struct deep_ep_handle_tensors_t {
    * int32 `[R, R]`: element `[s, rank]` is the inclusive prefix over source ranks of rows received
    * from s.
    */
-  struct deep_ep_tensor_t rank_prefix_matrix;
+  deep_ep_tensor_t rank_prefix_matrix;
   /** int32 `[R, 1]`: rows sent to each rank. On the host not read. */
-  struct deep_ep_tensor_t channel_prefix_matrix;
+  deep_ep_tensor_t channel_prefix_matrix;
   /** int32 `[R, 1]`: zeros. On the host not read. */
-  struct deep_ep_tensor_t recv_channel_prefix_matrix;
+  deep_ep_tensor_t recv_channel_prefix_matrix;
   /** int32 `[N]`, or as many as worst-case outputs have rows: source token of each received row. */
-  struct deep_ep_tensor_t recv_src_idx;
+  deep_ep_tensor_t recv_src_idx;
   /** uint8 `[T, R]`: 0 or 1. */
-  struct deep_ep_tensor_t is_token_in_rank;
+  deep_ep_tensor_t is_token_in_rank;
   /**
    * int32 `[T, R]`: position of the token among the rows that went to the rank, -1 where it did not
    * go. On the host not read.
    */
-  struct deep_ep_tensor_t send_head;
+  deep_ep_tensor_t send_head;
 } deep_ep_handle_tensors_t;
 
 /** The tensors and numbers of a low-latency handle. Made by `deep_ep_low_latency_handle_tensors()`. */
-typedef struct deep_ep_low_latency_handle_tensors_t {
+typedef struct {
   /** Set by `deep_ep_low_latency_handle_tensors()`. */
   size_t struct_size;
   /** `M`. */
@@ -391,38 +391,38 @@ typedef struct deep_ep_low_latency_handle_tensors_t {
   /** `E`. */
   size_t num_experts;
   /** int32 `[E/R, R*M]`: token index at its source of each row. */
-  struct deep_ep_tensor_t src_info;
+  deep_ep_tensor_t src_info;
   /** int64 `[E/R, R]`: first row of each source in the high, number of rows in the low 32 bits. */
-  struct deep_ep_tensor_t layout_range;
+  deep_ep_tensor_t layout_range;
 } deep_ep_low_latency_handle_tensors_t;
 
 /**
  * What a dispatch sends. Made by `deep_ep_dispatch_input()`. Routes come from `handle` if it is set, else
  * from `layout`, else from `topk_idx` with `num_experts`.
  */
-typedef struct deep_ep_dispatch_input_t {
+typedef struct {
   /** Set by `deep_ep_dispatch_input()`. */
   size_t struct_size;
   /** `[T, H]` of any element type; a row is a multiple of 16 bytes. Rows may be apart. */
-  struct deep_ep_tensor_t x;
+  deep_ep_tensor_t x;
   /**
    * `[T, S]` of a 4-byte type with any strides, travelling with `x`, whose elements then have 1
    * byte; or none.
    */
-  struct deep_ep_tensor_t scales;
+  deep_ep_tensor_t scales;
   /**
    * int64 or int32 `[T, K]`: global expert ids, negative for no choice. They travel with the rows.
    * Needed without `layout` and `handle`; not allowed with `handle`.
    */
-  struct deep_ep_tensor_t topk_idx;
+  deep_ep_tensor_t topk_idx;
   /** fp32 `[T, K]`, or none. What stands where there is no choice may be anything. */
-  struct deep_ep_tensor_t topk_weights;
+  deep_ep_tensor_t topk_weights;
   /** Experts over all ranks, a multiple of the ranks; used with `topk_idx` alone. */
   size_t num_experts;
   /** Routes that were computed before, or NULL. */
-  const struct deep_ep_layout_t *layout;
+  const deep_ep_layout_t *layout;
   /** Routes of an earlier dispatch, or NULL: nothing is counted, no choices travel. */
-  const struct deep_ep_handle_t *handle;
+  const deep_ep_handle_t *handle;
   /** Multiple to which counts per expert are rounded up; 0: 1. */
   size_t expert_alignment;
   /** Outputs have so many rows, and more received rows are an error; 0: as many as come. */
@@ -441,7 +441,7 @@ typedef struct deep_ep_dispatch_input_t {
 } deep_ep_dispatch_input_t;
 
 /** How many rows come. */
-typedef struct deep_ep_received_counts_t {
+typedef struct {
   /** Rows that this rank receives, its own included; -1 where the host does not wait for it. */
   int64_t rows;
   /** Rows that outputs must have: that number, or `num_worst_tokens`. */
@@ -460,65 +460,65 @@ typedef struct deep_ep_received_counts_t {
  * Memory of the caller for what a dispatch receives. Made by `deep_ep_dispatch_output()`. All have
  * `output_rows` rows of the counts.
  */
-typedef struct deep_ep_dispatch_output_t {
+typedef struct {
   /** Set by `deep_ep_dispatch_output()`. */
   size_t struct_size;
   /** `[N, H]`, of the type of the input. */
-  struct deep_ep_tensor_t x;
+  deep_ep_tensor_t x;
   /** `[N, S]`, dense; needed exactly when the input has scales. */
-  struct deep_ep_tensor_t scales;
+  deep_ep_tensor_t scales;
   /**
    * `[N, K]`, of the type of the input's choices: local expert numbers, -1 for others. May be left
    * out.
    */
-  struct deep_ep_tensor_t topk_idx;
+  deep_ep_tensor_t topk_idx;
   /** fp32 `[N, K]`, 0 where the index is -1. May be left out. */
-  struct deep_ep_tensor_t topk_weights;
+  deep_ep_tensor_t topk_weights;
 } deep_ep_dispatch_output_t;
 
 /**
  * What a dispatch received. Made by `deep_ep_dispatched()`. Rows are ordered by source rank, then source
  * token.
  */
-typedef struct deep_ep_dispatched_t {
+typedef struct {
   /** Set by `deep_ep_dispatched()`. */
   size_t struct_size;
   /** `[N, H]`: the caller's memory if he passed any, else memory of `loan`. */
-  struct deep_ep_tensor_t x;
+  deep_ep_tensor_t x;
   /** `[N, S]`, or none. */
-  struct deep_ep_tensor_t scales;
+  deep_ep_tensor_t scales;
   /** `[N, K]` local expert numbers, -1 for experts elsewhere or not chosen; or none. */
-  struct deep_ep_tensor_t topk_idx;
+  deep_ep_tensor_t topk_idx;
   /** fp32 `[N, K]`, 0 where the index is -1; or none. */
-  struct deep_ep_tensor_t topk_weights;
+  deep_ep_tensor_t topk_weights;
   /** Row counts; its pointers live as long as `handle`. */
-  struct deep_ep_received_counts_t counts;
+  deep_ep_received_counts_t counts;
   /** For the combine, and for dispatching again along the same routes. The caller's to free. */
-  struct deep_ep_handle_t *handle;
+  deep_ep_handle_t *handle;
   /**
    * The memory of the tensors above, for a combine without a copy; NULL if the caller passed
    * memory. The caller's to free.
    */
-  struct deep_ep_loan_t *loan;
+  deep_ep_loan_t *loan;
 } deep_ep_dispatched_t;
 
 /** What a combine sends back. Made by `deep_ep_combine_input()`. */
-typedef struct deep_ep_combine_input_t {
+typedef struct {
   /** Set by `deep_ep_combine_input()`. */
   size_t struct_size;
   /**
    * `[N, H]` bf16, fp32 or fp16 in the order of the dispatch's rows, in the caller's memory; rows may
    * be apart, and more than N. Or none, if `loan` is set.
    */
-  struct deep_ep_tensor_t x;
+  deep_ep_tensor_t x;
   /** The rows in symmetric memory: they are not copied. Or NULL, if `x` is set. */
-  const struct deep_ep_loan_t *loan;
+  const deep_ep_loan_t *loan;
   /** The handle of the dispatch whose rows go back. */
-  const struct deep_ep_handle_t *handle;
+  const deep_ep_handle_t *handle;
   /** fp32 `[N, K]`, summed over ranks for each token; or none. */
-  struct deep_ep_tensor_t topk_weights;
+  deep_ep_tensor_t topk_weights;
   /** Up to two `[T, H]` tensors of the type of the rows that the sum begins with. */
-  struct deep_ep_tensor_t bias[2];
+  deep_ep_tensor_t bias[2];
   /** Bound on the SMs, or worker threads, of this call; 0: the buffer's. */
   size_t num_sms;
   /** Stream of the GPU that the call is ordered on, NULL on the host. */
@@ -526,38 +526,38 @@ typedef struct deep_ep_combine_input_t {
 } deep_ep_combine_input_t;
 
 /** Memory of the caller for what a combine gives. Made by `deep_ep_combine_output()`. */
-typedef struct deep_ep_combine_output_t {
+typedef struct {
   /** Set by `deep_ep_combine_output()`. */
   size_t struct_size;
   /**
    * `[T, H]`, of the type of the rows: the sum over the ranks that the token went to, ascending, after
    * the bias. Rows may be apart.
    */
-  struct deep_ep_tensor_t x;
+  deep_ep_tensor_t x;
   /** fp32 `[T, K]`: the same sum of the weights; needed exactly when the input has weights. */
-  struct deep_ep_tensor_t topk_weights;
+  deep_ep_tensor_t topk_weights;
 } deep_ep_combine_output_t;
 
 /** What a low-latency dispatch sends. Made by `deep_ep_low_latency_dispatch_input()`. */
-typedef struct deep_ep_low_latency_dispatch_input_t {
+typedef struct {
   /** Set by `deep_ep_low_latency_dispatch_input()`. */
   size_t struct_size;
   /** bf16 `[T, H]`; rows may be apart. */
-  struct deep_ep_tensor_t x;
+  deep_ep_tensor_t x;
   /** int64 or int32 `[T, K]`: global expert ids, negative for no choice. */
-  struct deep_ep_tensor_t topk_idx;
+  deep_ep_tensor_t topk_idx;
   /** Most tokens of any rank, `M`: outputs have `R*M` rows for each local expert. */
   size_t num_max_dispatch_tokens_per_rank;
   /** Experts over all ranks, `E`. */
   size_t num_experts;
-  /** A value of `enum deep_ep_row_format`. */
+  /** A value of `deep_ep_row_format`. */
   int32_t row_format;
   /** 0; room for later. */
   int32_t reserved;
   /** int32 `[E/R]`: rows received for each local expert are added to it; or none. */
-  struct deep_ep_tensor_t cumulative_local_expert_recv_stats;
+  deep_ep_tensor_t cumulative_local_expert_recv_stats;
   /** int64 `[R]`: clock cycles waited for each source rank are added to it; or none. */
-  struct deep_ep_tensor_t dispatch_wait_recv_cost_stats;
+  deep_ep_tensor_t dispatch_wait_recv_cost_stats;
   /** Stream of the GPU that the call is ordered on, NULL on the host. */
   void *stream;
 } deep_ep_low_latency_dispatch_input_t;
@@ -566,20 +566,20 @@ typedef struct deep_ep_low_latency_dispatch_input_t {
  * Memory of the caller for what a low-latency dispatch receives. Made by
  * `deep_ep_low_latency_dispatch_output()`.
  */
-typedef struct deep_ep_low_latency_dispatch_output_t {
+typedef struct {
   /** Set by `deep_ep_low_latency_dispatch_output()`. */
   size_t struct_size;
   /** `[E/R, R*M, H]` bf16, or FP8 with a format of FP8. */
-  struct deep_ep_tensor_t x;
+  deep_ep_tensor_t x;
   /**
    * With a format of FP8: fp32 `[E/R, R*M, H/128]`, or int32 `[E/R, R*M, H/512]` with packed
    * exponents; any strides.
    */
-  struct deep_ep_tensor_t scales;
+  deep_ep_tensor_t scales;
 } deep_ep_low_latency_dispatch_output_t;
 
 /** What a low-latency dispatch received. Made by `deep_ep_low_latency_dispatched()`. */
-typedef struct deep_ep_low_latency_dispatched_t {
+typedef struct {
   /** Set by `deep_ep_low_latency_dispatched()`. */
   size_t struct_size;
   /**
@@ -587,43 +587,43 @@ typedef struct deep_ep_low_latency_dispatched_t {
    * tokens ascending. Rows from `recv_count[e]` on are undefined. The caller's memory if he
    * passed any, else memory of `loan`.
    */
-  struct deep_ep_tensor_t x;
+  deep_ep_tensor_t x;
   /**
    * The scales, or none. In memory of `loan` neighbouring rows lie next to each other; the distance
    * of columns is `R*M` rounded up to 4.
    */
-  struct deep_ep_tensor_t scales;
+  deep_ep_tensor_t scales;
   /** int32 `[E/R]`: rows of each local expert; lives as long as `handle`. */
-  struct deep_ep_tensor_t recv_count;
+  deep_ep_tensor_t recv_count;
   /** For the combine. The caller's to free. */
-  struct deep_ep_low_latency_handle_t *handle;
+  deep_ep_low_latency_handle_t *handle;
   /** The memory of `x` and `scales`; NULL if the caller passed memory. The caller's to free. */
-  struct deep_ep_loan_t *loan;
+  deep_ep_loan_t *loan;
 } deep_ep_low_latency_dispatched_t;
 
 /** What a low-latency combine sends back. Made by `deep_ep_low_latency_combine_input()`. */
-typedef struct deep_ep_low_latency_combine_input_t {
+typedef struct {
   /** Set by `deep_ep_low_latency_combine_input()`. */
   size_t struct_size;
   /**
    * bf16 `[E/R, R*M, H]`: outputs of the local experts, rows where the dispatch put them. Or none, if
    * `loan` is set.
    */
-  struct deep_ep_tensor_t x;
+  deep_ep_tensor_t x;
   /** That of `deep_ep_get_next_low_latency_combine_buffer()`, for a combine without a copy; or NULL. */
-  const struct deep_ep_loan_t *loan;
+  const deep_ep_loan_t *loan;
   /** Choices of this rank's tokens `[T, K]`, as passed to the dispatch. */
-  struct deep_ep_tensor_t topk_idx;
+  deep_ep_tensor_t topk_idx;
   /** fp32 `[T, K]`. */
-  struct deep_ep_tensor_t topk_weights;
+  deep_ep_tensor_t topk_weights;
   /** The handle of the dispatch; it may be used several times. */
-  const struct deep_ep_low_latency_handle_t *handle;
-  /** A value of `enum deep_ep_wire`. */
+  const deep_ep_low_latency_handle_t *handle;
+  /** A value of `deep_ep_wire`. */
   int32_t wire;
   /** 0; room for later. */
   int32_t reserved;
   /** int64 `[R]`: clock cycles waited for each rank are added to it; or none. */
-  struct deep_ep_tensor_t combine_wait_recv_cost_stats;
+  deep_ep_tensor_t combine_wait_recv_cost_stats;
   /** Stream of the GPU that the call is ordered on, NULL on the host. */
   void *stream;
 } deep_ep_low_latency_combine_input_t;
@@ -642,7 +642,7 @@ const char *deep_ep_last_error(void);
  * Everything that is known of the last call of this thread that failed; `error` was made by
  * `deep_ep_error()`. Its status is DEEP_EP_OK if none failed. Any thread, any time.
  */
-deep_ep_status_t deep_ep_last_error_details(struct deep_ep_error_t *error);
+deep_ep_status_t deep_ep_last_error_details(deep_ep_error_t *error);
 
 /** The name of a status, for example "DEEP_EP_EINVAL". Any thread, any time. */
 const char *deep_ep_status_name(deep_ep_status_t status);
@@ -667,18 +667,18 @@ size_t deep_ep_dtype_size(deep_ep_dtype_t dtype);
  * Without WORLD_SIZE a group of one. Collective: returns when all ranks are there.
  * `*communicator` is the caller's to free.
  */
-deep_ep_status_t deep_ep_communicator_from_env(struct deep_ep_communicator_t **communicator);
+deep_ep_status_t deep_ep_communicator_from_env(deep_ep_communicator_t **communicator);
 
 /** Processes that meet at a TCP port. Collective. `*communicator` is the caller's to free. */
-deep_ep_status_t deep_ep_communicator_tcp(const struct deep_ep_tcp_config_t *config,
-                                          struct deep_ep_communicator_t **communicator);
+deep_ep_status_t deep_ep_communicator_tcp(const deep_ep_tcp_config_t *config,
+                                          deep_ep_communicator_t **communicator);
 
 /**
  * `num_ranks` ranks that are threads of this process: `communicators` has room for so many, the n-th
  * is for the thread that plays rank n. Each is the caller's to free. Local.
  */
 deep_ep_status_t deep_ep_communicator_local(size_t num_ranks,
-                                            struct deep_ep_communicator_t **communicators);
+                                            deep_ep_communicator_t **communicators);
 
 /**
  * Ranks that exchange by the caller's own function, for example over MPI. `context` is passed to it;
@@ -690,101 +690,101 @@ deep_ep_status_t deep_ep_communicator_from_all_gather(size_t rank,
                                                       size_t num_ranks,
                                                       deep_ep_all_gather_t all_gather,
                                                       void *context,
-                                                      struct deep_ep_communicator_t **communicator);
+                                                      deep_ep_communicator_t **communicator);
 
 /** This rank. Any thread, any time. */
-deep_ep_status_t deep_ep_communicator_rank(const struct deep_ep_communicator_t *communicator,
+deep_ep_status_t deep_ep_communicator_rank(const deep_ep_communicator_t *communicator,
                                            size_t *rank);
 
 /** Number of ranks. Any thread, any time. */
-deep_ep_status_t deep_ep_communicator_size(const struct deep_ep_communicator_t *communicator,
+deep_ep_status_t deep_ep_communicator_size(const deep_ep_communicator_t *communicator,
                                            size_t *size);
 
 /** This rank's number among those of its host, which says which GPU it uses. Any thread, any time. */
-deep_ep_status_t deep_ep_communicator_local_rank(const struct deep_ep_communicator_t *communicator,
+deep_ep_status_t deep_ep_communicator_local_rank(const deep_ep_communicator_t *communicator,
                                                  size_t *local_rank);
 
 /** Sets the deadline of exchanges that begin from now on, on this rank. Any thread, any time. */
-deep_ep_status_t deep_ep_communicator_set_timeout(const struct deep_ep_communicator_t *communicator,
+deep_ep_status_t deep_ep_communicator_set_timeout(const deep_ep_communicator_t *communicator,
                                                   double timeout_seconds);
 
 /** Returns when every rank has called it. Collective; threads take turns. */
-deep_ep_status_t deep_ep_communicator_barrier(const struct deep_ep_communicator_t *communicator);
+deep_ep_status_t deep_ep_communicator_barrier(const deep_ep_communicator_t *communicator);
 
 /**
  * Sends the `bytes` bytes at `mine` to all ranks; `all` gets what every rank sent, in the order of
  * ranks: `bytes` times the number of ranks. All ranks pass the same `bytes`. Collective; threads take
  * turns.
  */
-deep_ep_status_t deep_ep_communicator_all_gather(const struct deep_ep_communicator_t *communicator,
+deep_ep_status_t deep_ep_communicator_all_gather(const deep_ep_communicator_t *communicator,
                                                  const void *mine,
                                                  size_t bytes,
                                                  void *all);
 
 /** Leaves the group, once buffers made with it are freed, too. NULL is allowed. Any thread. */
-deep_ep_status_t deep_ep_communicator_free(struct deep_ep_communicator_t *communicator);
+deep_ep_status_t deep_ep_communicator_free(deep_ep_communicator_t *communicator);
 
 /**
  * Makes a buffer. `config` was made by `deep_ep_buffer_config()`; NULL: defaults. Collective: all ranks
  * make their buffers in the same order. The communicator may be freed afterwards. `*buffer` is the
  * caller's to free.
  */
-deep_ep_status_t deep_ep_buffer_create(const struct deep_ep_communicator_t *communicator,
-                                       const struct deep_ep_buffer_config_t *config,
-                                       struct deep_ep_buffer_t **buffer);
+deep_ep_status_t deep_ep_buffer_create(const deep_ep_communicator_t *communicator,
+                                       const deep_ep_buffer_config_t *config,
+                                       deep_ep_buffer_t **buffer);
 
 /**
  * Frees a buffer: never waits for a peer. Handles and loans stay good; a call that was begun keeps what
  * it needs until it is finished or freed. NULL is allowed. Any thread.
  */
-deep_ep_status_t deep_ep_buffer_free(struct deep_ep_buffer_t *buffer);
+deep_ep_status_t deep_ep_buffer_free(deep_ep_buffer_t *buffer);
 
 /** This rank. Any thread, any time. */
-deep_ep_status_t deep_ep_buffer_rank(const struct deep_ep_buffer_t *buffer, size_t *rank);
+deep_ep_status_t deep_ep_buffer_rank(const deep_ep_buffer_t *buffer, size_t *rank);
 
 /** Number of ranks. Any thread, any time. */
-deep_ep_status_t deep_ep_buffer_num_ranks(const struct deep_ep_buffer_t *buffer, size_t *num_ranks);
+deep_ep_status_t deep_ep_buffer_num_ranks(const deep_ep_buffer_t *buffer, size_t *num_ranks);
 
 /** `*engine` becomes "cpu" or "cuda", a constant. Any thread, any time. */
-deep_ep_status_t deep_ep_buffer_engine(const struct deep_ep_buffer_t *buffer, const char **engine);
+deep_ep_status_t deep_ep_buffer_engine(const deep_ep_buffer_t *buffer, const char **engine);
 
 /**
  * Bounds the SMs, on the CPU engine the worker threads, of high-throughput calls that set no bound of
  * their own; 0: the bound that the buffer was made with. Any thread, any time.
  */
-deep_ep_status_t deep_ep_buffer_set_num_sms(const struct deep_ep_buffer_t *buffer,
+deep_ep_status_t deep_ep_buffer_set_num_sms(const deep_ep_buffer_t *buffer,
                                             size_t num_sms);
 
 /**
  * What went wrong on this rank in calls for which nobody has waited, once: on a GPU a call may return
  * before its work is done. Call it after the stream was synchronised. One thread at a time.
  */
-deep_ep_status_t deep_ep_buffer_check(const struct deep_ep_buffer_t *buffer);
+deep_ep_status_t deep_ep_buffer_check(const deep_ep_buffer_t *buffer);
 
 /** Grows this rank's symmetric memory to at least `bytes` now. Local. One thread at a time. */
-deep_ep_status_t deep_ep_buffer_reserve(const struct deep_ep_buffer_t *buffer, size_t bytes);
+deep_ep_status_t deep_ep_buffer_reserve(const deep_ep_buffer_t *buffer, size_t bytes);
 
 /**
  * Waits for all ranks; with `enable_shrink` a rank that does not come is masked. Collective. One
  * thread at a time.
  */
-deep_ep_status_t deep_ep_buffer_barrier(const struct deep_ep_buffer_t *buffer);
+deep_ep_status_t deep_ep_buffer_barrier(const deep_ep_buffer_t *buffer);
 
 /**
  * Takes part in a call only to tell the peers that this rank cannot make it, because `argument` is
  * `value`, which `limit` ("must be ...") does not allow: they end that call with
- * DEEP_EP_EPEER_REJECTED. `call` is a value of `enum deep_ep_call`. For callers that find something
+ * DEEP_EP_EPEER_REJECTED. `call` is a value of `deep_ep_call`. For callers that find something
  * unusable before they can make the call. One thread at a time.
  */
-deep_ep_status_t deep_ep_refuse(const struct deep_ep_buffer_t *buffer,
+deep_ep_status_t deep_ep_refuse(const deep_ep_buffer_t *buffer,
                                 int32_t call,
                                 const char *argument,
                                 const char *value,
                                 const char *limit);
 
 /** Bytes copied and memory used so far on this rank. Any thread, any time. */
-deep_ep_status_t deep_ep_buffer_statistics(const struct deep_ep_buffer_t *buffer,
-                                           struct deep_ep_statistics_t *statistics);
+deep_ep_status_t deep_ep_buffer_statistics(const deep_ep_buffer_t *buffer,
+                                           deep_ep_statistics_t *statistics);
 
 /**
  * Bytes of landing memory per rank that low-latency calls of these sizes need; for
@@ -801,108 +801,107 @@ deep_ep_status_t deep_ep_get_low_latency_rdma_size_hint(size_t num_max_dispatch_
  * choice) go; `num_experts` is a multiple of the ranks. Local. `*layout` is the caller's to free. One
  * thread at a time for each buffer.
  */
-deep_ep_status_t deep_ep_get_dispatch_layout(const struct deep_ep_buffer_t *buffer,
-                                             const struct deep_ep_tensor_t *topk_idx,
+deep_ep_status_t deep_ep_get_dispatch_layout(const deep_ep_buffer_t *buffer,
+                                             const deep_ep_tensor_t *topk_idx,
                                              size_t num_experts,
                                              void *stream,
-                                             struct deep_ep_layout_t **layout);
+                                             deep_ep_layout_t **layout);
 
 /**
  * A layout from its tensors, which on the host are copied; on a GPU the caller keeps them until the
  * layout is freed, and their contents are not looked at. Local. `*layout` is the caller's to free.
  */
-deep_ep_status_t deep_ep_layout_from_tensors(const struct deep_ep_layout_tensors_t *tensors,
-                                             struct deep_ep_layout_t **layout);
+deep_ep_status_t deep_ep_layout_from_tensors(const deep_ep_layout_tensors_t *tensors,
+                                             deep_ep_layout_t **layout);
 
 /** The tensors of a layout, which live as long as it does. Any thread, any time. */
-deep_ep_status_t deep_ep_layout_get_tensors(const struct deep_ep_layout_t *layout,
-                                            struct deep_ep_layout_tensors_t *tensors);
+deep_ep_status_t deep_ep_layout_get_tensors(const deep_ep_layout_t *layout,
+                                            deep_ep_layout_tensors_t *tensors);
 
 /** Frees a layout; a call that was begun with it keeps it. NULL is allowed. Any thread. */
-deep_ep_status_t deep_ep_layout_free(struct deep_ep_layout_t *layout);
+deep_ep_status_t deep_ep_layout_free(deep_ep_layout_t *layout);
 
 /**
  * A handle from its tensors, which on the host are copied; on a GPU the caller keeps them until the
  * handle is freed, and their contents are not looked at. Valid on any buffer with the same rank and
  * group. Local. `*handle` is the caller's to free. Any thread, any time.
  */
-deep_ep_status_t deep_ep_handle_from_tensors(const struct deep_ep_handle_tensors_t *tensors,
-                                             struct deep_ep_handle_t **handle);
+deep_ep_status_t deep_ep_handle_from_tensors(const deep_ep_handle_tensors_t *tensors,
+                                             deep_ep_handle_t **handle);
 
 /** The tensors of a handle, which live as long as it does. Any thread, any time. */
-deep_ep_status_t deep_ep_handle_get_tensors(const struct deep_ep_handle_t *handle,
-                                            struct deep_ep_handle_tensors_t *tensors);
+deep_ep_status_t deep_ep_handle_get_tensors(const deep_ep_handle_t *handle,
+                                            deep_ep_handle_tensors_t *tensors);
 
 /** Frees a handle; a call that was begun with it keeps it. NULL is allowed. Any thread. */
-deep_ep_status_t deep_ep_handle_free(struct deep_ep_handle_t *handle);
+deep_ep_status_t deep_ep_handle_free(deep_ep_handle_t *handle);
 
 /**
  * A low-latency handle from its tensors, which on the host are copied; on a GPU the caller keeps them
  * until the handle is freed, and their contents are not looked at. Local. `*handle` is the caller's
  * to free. Any thread, any time.
  */
-deep_ep_status_t deep_ep_low_latency_handle_from_tensors(const struct deep_ep_low_latency_handle_tensors_t *tensors,
-                                                         struct deep_ep_low_latency_handle_t **handle);
+deep_ep_status_t deep_ep_low_latency_handle_from_tensors(const deep_ep_low_latency_handle_tensors_t *tensors,
+                                                         deep_ep_low_latency_handle_t **handle);
 
 /** The tensors of a low-latency handle, which live as long as it does. Any thread, any time. */
-deep_ep_status_t deep_ep_low_latency_handle_get_tensors(const struct deep_ep_low_latency_handle_t *handle,
-                                                        struct deep_ep_low_latency_handle_tensors_t *tensors);
+deep_ep_status_t deep_ep_low_latency_handle_get_tensors(const deep_ep_low_latency_handle_t *handle,
+                                                        deep_ep_low_latency_handle_tensors_t *tensors);
 
 /** Frees a low-latency handle; a call that was begun with it keeps it. NULL is allowed. Any thread. */
-deep_ep_status_t deep_ep_low_latency_handle_free(struct deep_ep_low_latency_handle_t *handle);
+deep_ep_status_t deep_ep_low_latency_handle_free(deep_ep_low_latency_handle_t *handle);
 
 /**
  * A dense tensor in symmetric memory, to be filled and passed to a combine, which then copies nothing.
- * `dtype` is a value of `enum deep_ep_dtype`, `shape` has `ndim` (1 to 3) numbers. It can be read and
+ * `dtype` is a value of `deep_ep_dtype`, `shape` has `ndim` (1 to 3) numbers. It can be read and
  * written on the host whatever the engine. Local. `*loan` is the caller's to free. One thread at a
  * time for each buffer.
  */
-deep_ep_status_t deep_ep_loan(const struct deep_ep_buffer_t *buffer,
-                              int32_t dtype,
+deep_ep_status_t deep_ep_loan(const deep_ep_buffer_t *buffer,
+                              deep_ep_dtype_t dtype,
                               const size_t *shape,
                               size_t ndim,
-                              struct deep_ep_loan_t **loan);
+                              deep_ep_loan_t **loan);
 
 /** As `deep_ep_loan()`, where the engine works: on the GPU with the CUDA engine. */
-deep_ep_status_t deep_ep_device_loan(const struct deep_ep_buffer_t *buffer,
-                                     int32_t dtype,
+deep_ep_status_t deep_ep_device_loan(const deep_ep_buffer_t *buffer,
+                                     deep_ep_dtype_t dtype,
                                      const size_t *shape,
                                      size_t ndim,
-                                     struct deep_ep_loan_t **loan);
+                                     deep_ep_loan_t **loan);
 
 /**
  * A bf16 tensor `[E/R, R*M, hidden]` in symmetric memory for the outputs of the experts of `handle`,
  * for a low-latency combine without a copy. Only rows in use take memory. Local. `*loan` is the
  * caller's to free. One thread at a time for each buffer.
  */
-deep_ep_status_t deep_ep_get_next_low_latency_combine_buffer(const struct deep_ep_buffer_t *buffer,
-                                                             const struct deep_ep_low_latency_handle_t *handle,
+deep_ep_status_t deep_ep_get_next_low_latency_combine_buffer(const deep_ep_buffer_t *buffer,
+                                                             const deep_ep_low_latency_handle_t *handle,
                                                              size_t hidden,
-                                                             struct deep_ep_loan_t **loan);
+                                                             deep_ep_loan_t **loan);
 
 /** The tensor of a loan, for reading; it lives as long as the loan. Any thread, any time. */
-deep_ep_status_t deep_ep_loan_tensor(const struct deep_ep_loan_t *loan,
-                                     struct deep_ep_tensor_t *tensor);
+deep_ep_status_t deep_ep_loan_tensor(const deep_ep_loan_t *loan, deep_ep_tensor_t *tensor);
 
 /**
  * The address of a loan's first element, for writing: waits until no peer reads it any more, as a combine
  * that was given this loan may still be running on another rank. On a GPU it does not wait; work
  * on the buffer's stream is in order. One thread at a time for each loan.
  */
-deep_ep_status_t deep_ep_loan_write(const struct deep_ep_loan_t *loan,
+deep_ep_status_t deep_ep_loan_write(const deep_ep_loan_t *loan,
                                     void **data);
 
 /**
  * Gives a loan back; tensors in it are gone. Never waits. A combine that was begun with it keeps it.
  * On a GPU, work on other streams that uses it must be done. NULL is allowed. Any thread.
  */
-deep_ep_status_t deep_ep_loan_free(struct deep_ep_loan_t *loan);
+deep_ep_status_t deep_ep_loan_free(deep_ep_loan_t *loan);
 
 /**
  * Frees a call that was begun; if it was not finished it is abandoned, and peers that wait for this
  * rank's rows end theirs with an error. NULL is allowed. Any thread.
  */
-deep_ep_status_t deep_ep_pending_free(struct deep_ep_pending_t *pending);
+deep_ep_status_t deep_ep_pending_free(deep_ep_pending_t *pending);
 
 /**
  * Begins to send each row to every rank that hosts one of its experts. What `input` names must stay as
@@ -910,56 +909,56 @@ deep_ep_status_t deep_ep_pending_free(struct deep_ep_pending_t *pending);
  * ranks make the same calls in the same order. `*pending` is the caller's to free. One thread at a
  * time for each buffer.
  */
-deep_ep_status_t deep_ep_dispatch_begin(const struct deep_ep_buffer_t *buffer,
-                                        const struct deep_ep_dispatch_input_t *input,
-                                        struct deep_ep_pending_t **pending);
+deep_ep_status_t deep_ep_dispatch_begin(const deep_ep_buffer_t *buffer,
+                                        const deep_ep_dispatch_input_t *input,
+                                        deep_ep_pending_t **pending);
 
 /** Waits until it is known how many rows come. The pointers in `*counts` live until `pending` is freed. */
-deep_ep_status_t deep_ep_dispatch_counts(const struct deep_ep_pending_t *pending,
-                                         struct deep_ep_received_counts_t *counts);
+deep_ep_status_t deep_ep_dispatch_counts(const deep_ep_pending_t *pending,
+                                         deep_ep_received_counts_t *counts);
 
 /**
  * Completes a dispatch: into the memory that `output` names, or, if it is NULL, into a loan. `pending` is
  * used up, also by a failure, but must still be freed. `result` was made by
  * `deep_ep_dispatched()`.
  */
-deep_ep_status_t deep_ep_dispatch_finish(const struct deep_ep_pending_t *pending,
-                                         const struct deep_ep_dispatch_output_t *output,
-                                         struct deep_ep_dispatched_t *result);
+deep_ep_status_t deep_ep_dispatch_finish(const deep_ep_pending_t *pending,
+                                         const deep_ep_dispatch_output_t *output,
+                                         deep_ep_dispatched_t *result);
 
 /**
  * A whole dispatch: `deep_ep_dispatch_begin()` and `deep_ep_dispatch_finish()`. With memory of the caller
  * `output` must have exactly the rows that come; where that is not known, begin the call and ask
  * for its counts, or pass NULL.
  */
-deep_ep_status_t deep_ep_dispatch(const struct deep_ep_buffer_t *buffer,
-                                  const struct deep_ep_dispatch_input_t *input,
-                                  const struct deep_ep_dispatch_output_t *output,
-                                  struct deep_ep_dispatched_t *result);
+deep_ep_status_t deep_ep_dispatch(const deep_ep_buffer_t *buffer,
+                                  const deep_ep_dispatch_input_t *input,
+                                  const deep_ep_dispatch_output_t *output,
+                                  deep_ep_dispatched_t *result);
 
 /** Frees the handle and the loan of a result, and sets both to NULL. Any thread. */
-deep_ep_status_t deep_ep_dispatched_free(struct deep_ep_dispatched_t *result);
+deep_ep_status_t deep_ep_dispatched_free(deep_ep_dispatched_t *result);
 
 /**
  * Begins to bring rows back to their owners, where they are summed. What `input` names must stay as it
  * is until the call is finished or freed, on a GPU until its work on the stream is done.
  * `*pending` is the caller's to free. One thread at a time for each buffer.
  */
-deep_ep_status_t deep_ep_combine_begin(const struct deep_ep_buffer_t *buffer,
-                                       const struct deep_ep_combine_input_t *input,
-                                       struct deep_ep_pending_t **pending);
+deep_ep_status_t deep_ep_combine_begin(const deep_ep_buffer_t *buffer,
+                                       const deep_ep_combine_input_t *input,
+                                       deep_ep_pending_t **pending);
 
 /**
  * Completes a combine. `pending` is used up unless `output` itself cannot be read, but must still be
  * freed.
  */
-deep_ep_status_t deep_ep_combine_finish(const struct deep_ep_pending_t *pending,
-                                        const struct deep_ep_combine_output_t *output);
+deep_ep_status_t deep_ep_combine_finish(const deep_ep_pending_t *pending,
+                                        const deep_ep_combine_output_t *output);
 
 /** A whole combine: `deep_ep_combine_begin()` and `deep_ep_combine_finish()`. */
-deep_ep_status_t deep_ep_combine(const struct deep_ep_buffer_t *buffer,
-                                 const struct deep_ep_combine_input_t *input,
-                                 const struct deep_ep_combine_output_t *output);
+deep_ep_status_t deep_ep_combine(const deep_ep_buffer_t *buffer,
+                                 const deep_ep_combine_input_t *input,
+                                 const deep_ep_combine_output_t *output);
 
 /**
  * Sends rows to the chosen experts with a fixed capacity. The receive half is
@@ -967,27 +966,27 @@ deep_ep_status_t deep_ep_combine(const struct deep_ep_buffer_t *buffer,
  * `input` names must stay as it is until then, on a GPU until the work on the stream is done.
  * `*pending` is the caller's to free. One thread at a time for each buffer.
  */
-deep_ep_status_t deep_ep_low_latency_dispatch_begin(const struct deep_ep_buffer_t *buffer,
-                                                    const struct deep_ep_low_latency_dispatch_input_t *input,
-                                                    struct deep_ep_pending_t **pending);
+deep_ep_status_t deep_ep_low_latency_dispatch_begin(const deep_ep_buffer_t *buffer,
+                                                    const deep_ep_low_latency_dispatch_input_t *input,
+                                                    deep_ep_pending_t **pending);
 
 /**
  * Receives: into the memory that `output` names, or, if it is NULL, into memory of the library, where rows
  * that nobody sends cost nothing. `pending` is used up, also by a failure, but must still be freed.
  * `result` was made by `deep_ep_low_latency_dispatched()`.
  */
-deep_ep_status_t deep_ep_low_latency_dispatch_finish(const struct deep_ep_pending_t *pending,
-                                                     const struct deep_ep_low_latency_dispatch_output_t *output,
-                                                     struct deep_ep_low_latency_dispatched_t *result);
+deep_ep_status_t deep_ep_low_latency_dispatch_finish(const deep_ep_pending_t *pending,
+                                                     const deep_ep_low_latency_dispatch_output_t *output,
+                                                     deep_ep_low_latency_dispatched_t *result);
 
 /** A whole low-latency dispatch: send and receive. */
-deep_ep_status_t deep_ep_low_latency_dispatch(const struct deep_ep_buffer_t *buffer,
-                                              const struct deep_ep_low_latency_dispatch_input_t *input,
-                                              const struct deep_ep_low_latency_dispatch_output_t *output,
-                                              struct deep_ep_low_latency_dispatched_t *result);
+deep_ep_status_t deep_ep_low_latency_dispatch(const deep_ep_buffer_t *buffer,
+                                              const deep_ep_low_latency_dispatch_input_t *input,
+                                              const deep_ep_low_latency_dispatch_output_t *output,
+                                              deep_ep_low_latency_dispatched_t *result);
 
 /** Frees the handle and the memory of a result, and sets both to NULL. Any thread. */
-deep_ep_status_t deep_ep_low_latency_dispatched_free(struct deep_ep_low_latency_dispatched_t *result);
+deep_ep_status_t deep_ep_low_latency_dispatched_free(deep_ep_low_latency_dispatched_t *result);
 
 /**
  * Sends expert outputs back to the owners of their tokens. Waits for the peers' sends of the same call,
@@ -995,29 +994,29 @@ deep_ep_status_t deep_ep_low_latency_dispatched_free(struct deep_ep_low_latency_
  * What `input` names must stay as it is until then, on a GPU until the work on the stream is done.
  * `*pending` is the caller's to free. One thread at a time for each buffer.
  */
-deep_ep_status_t deep_ep_low_latency_combine_begin(const struct deep_ep_buffer_t *buffer,
-                                                   const struct deep_ep_low_latency_combine_input_t *input,
-                                                   struct deep_ep_pending_t **pending);
+deep_ep_status_t deep_ep_low_latency_combine_begin(const deep_ep_buffer_t *buffer,
+                                                   const deep_ep_low_latency_combine_input_t *input,
+                                                   deep_ep_pending_t **pending);
 
 /**
  * Receives into `out`, bf16 `[T, H]` of the caller, whose rows may be apart: the sum of each token's expert
  * outputs with the weights of the input. `pending` is used up unless `out` itself cannot be read,
  * but must still be freed.
  */
-deep_ep_status_t deep_ep_low_latency_combine_finish(const struct deep_ep_pending_t *pending,
-                                                    const struct deep_ep_tensor_t *out);
+deep_ep_status_t deep_ep_low_latency_combine_finish(const deep_ep_pending_t *pending,
+                                                    const deep_ep_tensor_t *out);
 
 /** A whole low-latency combine: send and receive. */
-deep_ep_status_t deep_ep_low_latency_combine(const struct deep_ep_buffer_t *buffer,
-                                             const struct deep_ep_low_latency_combine_input_t *input,
-                                             const struct deep_ep_tensor_t *out);
+deep_ep_status_t deep_ep_low_latency_combine(const deep_ep_buffer_t *buffer,
+                                             const deep_ep_low_latency_combine_input_t *input,
+                                             const deep_ep_tensor_t *out);
 
 /**
  * Masks a rank (or, with `masked` 0, takes it back): low-latency calls neither send to it nor wait for it,
  * and choices of its experts are dropped. Needs `enable_shrink`. Local. One thread at a time for each
  * buffer.
  */
-deep_ep_status_t deep_ep_low_latency_update_mask_buffer(const struct deep_ep_buffer_t *buffer,
+deep_ep_status_t deep_ep_low_latency_update_mask_buffer(const deep_ep_buffer_t *buffer,
                                                         size_t rank,
                                                         int32_t masked);
 
@@ -1025,19 +1024,19 @@ deep_ep_status_t deep_ep_low_latency_update_mask_buffer(const struct deep_ep_buf
  * Writes to `mask_status`, which has room for `num_ranks` numbers on the host, 1 for each rank that is
  * masked and 0 for the others. Needs `enable_shrink`. Local. Any thread, any time.
  */
-deep_ep_status_t deep_ep_low_latency_query_mask_buffer(const struct deep_ep_buffer_t *buffer,
+deep_ep_status_t deep_ep_low_latency_query_mask_buffer(const deep_ep_buffer_t *buffer,
                                                        int32_t *mask_status,
                                                        size_t num_ranks);
 
 /** Takes all masks back. Needs `enable_shrink`. Local. One thread at a time for each buffer. */
-deep_ep_status_t deep_ep_low_latency_clean_mask_buffer(const struct deep_ep_buffer_t *buffer);
+deep_ep_status_t deep_ep_low_latency_clean_mask_buffer(const deep_ep_buffer_t *buffer);
 
 /**
  * There is nothing to clean between low-latency calls. With `enable_shrink` this is a barrier that masks
  * ranks that do not come, as in DeepEP; the numbers are accepted without effect. Collective with
  * `enable_shrink`, else local.
  */
-deep_ep_status_t deep_ep_clean_low_latency_buffer(const struct deep_ep_buffer_t *buffer,
+deep_ep_status_t deep_ep_clean_low_latency_buffer(const deep_ep_buffer_t *buffer,
                                                   size_t _num_max_dispatch_tokens_per_rank,
                                                   size_t _hidden,
                                                   size_t _num_experts);
@@ -1049,7 +1048,7 @@ deep_ep_status_t deep_ep_clean_low_latency_buffer(const struct deep_ep_buffer_t 
  * (`num_max_dispatch_tokens_per_rank`) of how many fp32 (`hidden`) there will be. Collective. An error
  * if there is a default buffer. Any thread; others wait.
  */
-deep_ep_status_t deep_ep_init(const struct deep_ep_buffer_config_t *config);
+deep_ep_status_t deep_ep_init(const deep_ep_buffer_config_t *config);
 
 /**
  * Frees the default buffer, if there is one; a later use makes another one. Calls that run on it are
@@ -1061,7 +1060,7 @@ deep_ep_status_t deep_ep_finalize(void);
  * The default buffer, made now if there is none, for all other calls; it is the library's, good until
  * `deep_ep_finalize()`. Collective if there is none. Any thread; others wait.
  */
-deep_ep_status_t deep_ep_default_buffer(struct deep_ep_buffer_t **buffer);
+deep_ep_status_t deep_ep_default_buffer(deep_ep_buffer_t **buffer);
 
 /**
  * Bounds the SMs, on the CPU engine the threads, of high-throughput calls on the default buffer. Local;
@@ -1124,7 +1123,7 @@ DEEP_EP_STRUCT(deep_ep_low_latency_dispatch_output)
 DEEP_EP_STRUCT(deep_ep_low_latency_dispatched)
 DEEP_EP_STRUCT(deep_ep_low_latency_combine_input)
 
-/* A dense tensor on the host; `dtype` is a value of enum deep_ep_dtype. */
+/* A dense tensor on the host; `dtype` is a value of deep_ep_dtype. */
 static inline deep_ep_tensor_t deep_ep_tensor_3d(const void *data, deep_ep_dtype_t dtype, size_t n0,
                                                  size_t n1, size_t n2) {
   deep_ep_tensor_t made;

@@ -70,7 +70,7 @@ pub struct LowLatencyCapacity {
 pub struct BufferSettings {
     /// Set by `deep_ep_buffer_config()`.
     pub struct_size: usize,
-    /// A value of `enum deep_ep_engine`.
+    /// A value of `deep_ep_engine`.
     pub engine: i32,
     /// DEEP_EP_CUDA(n): the GPU to use. 0: with the CUDA engine the rank's number modulo the GPUs.
     pub device: i32,
@@ -144,7 +144,7 @@ impl BufferSettings {
             2 => EngineChoice::Cpu,
             3 => EngineChoice::Cuda,
             other => {
-                let limit = "must be a value of enum deep_ep_engine";
+                let limit = "must be a value of deep_ep_engine";
                 return Err(Error::invalid("engine", other, limit));
             }
         };
@@ -344,7 +344,7 @@ pub unsafe extern "C" fn deep_ep_buffer_barrier(buffer: *const BufferObject) -> 
 
 /// Takes part in a call only to tell the peers that this rank cannot make it, because `argument` is
 /// `value`, which `limit` ("must be ...") does not allow: they end that call with
-/// DEEP_EP_EPEER_REJECTED. `call` is a value of `enum deep_ep_call`. For callers that find something
+/// DEEP_EP_EPEER_REJECTED. `call` is a value of `deep_ep_call`. For callers that find something
 /// unusable before they can make the call. One thread at a time.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_refuse(
@@ -362,7 +362,7 @@ pub unsafe extern "C" fn deep_ep_refuse(
             2 => Call::LowLatencyDispatch,
             3 => Call::LowLatencyCombine,
             other => {
-                let limit = "must be a value of enum deep_ep_call";
+                let limit = "must be a value of deep_ep_call";
                 return Err(Error::invalid("call", other, limit));
             }
         };

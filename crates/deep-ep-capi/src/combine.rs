@@ -126,7 +126,7 @@ fn begin(buffer: Arc<BufferObject>, arguments: Result<CombineArguments>) -> Resu
 fn finish(pending: &PendingObject, output: CombineOutput<'_>) -> Result<()> {
     let held = pending.take("a combine", |half| match half {
         Half::Combine(held) => Ok(held),
-        other => Err(other),
+        other => Err(Box::new(other)),
     })?;
     held.call.finish_into(output)
 }

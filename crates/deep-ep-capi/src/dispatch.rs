@@ -215,7 +215,7 @@ fn begin(buffer: Arc<BufferObject>, arguments: Result<DispatchArguments>) -> Res
 fn finish(pending: &PendingObject, output: Option<DispatchOutputs>) -> Result<Received> {
     let held = pending.take("a dispatch", |half| match half {
         Half::Dispatch(held) => Ok(held),
-        other => Err(other),
+        other => Err(Box::new(other)),
     })?;
     let Some(output) = output else {
         return Ok(lend(held.call.finish()?));

@@ -89,7 +89,7 @@ fn make(
 }
 
 /// A dense tensor in symmetric memory, to be filled and passed to a combine, which then copies nothing.
-/// `dtype` is a value of `enum deep_ep_dtype`, `shape` has `ndim` (1 to 3) numbers. It can be read and
+/// `dtype` is a value of `deep_ep_dtype`, `shape` has `ndim` (1 to 3) numbers. It can be read and
 /// written on the host whatever the engine. Local. `*loan` is the caller's to free. One thread at a
 /// time for each buffer.
 #[unsafe(no_mangle)]

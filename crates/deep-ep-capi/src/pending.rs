@@ -101,13 +101,13 @@ impl PendingObject {
     pub(crate) fn take<P>(
         &self,
         expected: &'static str,
-        select: impl FnOnce(Half) -> std::result::Result<P, Half>,
+        select: impl FnOnce(Half) -> std::result::Result<P, Box<Half>>,
     ) -> Result<P> {
         let mut half = self.lock();
         match select(std::mem::replace(&mut *half, Half::Done)) {
             Ok(taken) => Ok(taken),
             Err(other) => {
-                *half = other;
+                *half = *other;
                 Err(wrong(&half, expected))
             }
         }

@@ -36,7 +36,7 @@ fn size_known<T: Versioned>(pointer: *const T, argument: &'static str) -> Result
     }
     // SAFETY: not NULL, so it points to a struct that begins with its size.
     let size = unsafe { pointer.cast::<usize>().read_unaligned() };
-    if size < SIZE || size > 1 << 16 {
+    if !(SIZE..=1 << 16).contains(&size) {
         let value = format!("a struct with struct_size = {size}");
         return Err(Error::invalid(argument, value, limit()));
     }

@@ -12,7 +12,7 @@ use crate::{
     pointers::{OutStruct, Versioned},
 };
 
-/// What a function returns: 0, or a value of `enum deep_ep_status`.
+/// What a function returns: 0, or a value of `deep_ep_status`.
 pub type Status = i32;
 
 /// Why a function failed.

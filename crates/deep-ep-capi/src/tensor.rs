@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use deep_ep::{DType, Device, Error, OwnedTensor, Result, Shape, Tensor, TensorMut};
 
-/// An element type: a value of `enum deep_ep_dtype`.
+/// An element type: a value of `deep_ep_dtype`.
 pub type DTypeCode = i32;
 
 /// Element types.
@@ -39,7 +39,7 @@ pub struct TensorView {
     /// Address of the first element, aligned to the element's size. May be NULL where a dimension is
     /// 0.
     pub data: *mut c_void,
-    /// Element type, a value of `enum deep_ep_dtype`.
+    /// Element type, a value of `deep_ep_dtype`.
     pub dtype: DTypeCode,
     /// DEEP_EP_HOST, or DEEP_EP_CUDA(n) for the GPU with the number n.
     pub device: i32,
@@ -189,7 +189,7 @@ pub(crate) fn dtype(code: DTypeCode, argument: &'static str) -> Result<DType> {
         8 => DType::I64,
         other => {
             let value = format!("of element type {other}");
-            let limit = "must have an element type of enum deep_ep_dtype";
+            let limit = "must have an element type of deep_ep_dtype";
             return Err(Error::invalid(argument, value, limit));
         }
     })

@@ -47,7 +47,7 @@ pub struct LowLatencyCombineArguments {
     pub topk_weights: TensorView,
     /// The handle of the dispatch; it may be used several times.
     pub handle: *const LowLatencyHandleObject,
-    /// A value of `enum deep_ep_wire`.
+    /// A value of `deep_ep_wire`.
     pub wire: i32,
     /// 0; room for later.
     pub reserved: i32,
@@ -69,7 +69,7 @@ impl LowLatencyCombineArguments {
             1 => CombineWire::LogFmt,
             2 => CombineWire::Exact,
             other => {
-                let limit = "must be a value of enum deep_ep_wire";
+                let limit = "must be a value of deep_ep_wire";
                 return Err(Error::invalid("wire", other, limit));
             }
         })
@@ -122,7 +122,7 @@ fn place<'a>(out: *const TensorView) -> Result<TensorMut<'a>> {
 fn finish(pending: &PendingObject, out: TensorMut<'_>) -> Result<()> {
     let held = pending.take("a low-latency combine", |half| match half {
         Half::LowLatencyCombine(held) => Ok(held),
-        other => Err(other),
+        other => Err(Box::new(other)),
     })?;
     held.call.finish_into(out)
 }

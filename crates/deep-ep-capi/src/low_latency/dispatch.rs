@@ -47,7 +47,7 @@ pub struct LowLatencyDispatchArguments {
     pub num_max_dispatch_tokens_per_rank: usize,
     /// Experts over all ranks, `E`.
     pub num_experts: usize,
-    /// A value of `enum deep_ep_row_format`.
+    /// A value of `deep_ep_row_format`.
     pub row_format: i32,
     /// 0; room for later.
     pub reserved: i32,
@@ -117,7 +117,7 @@ impl LowLatencyDispatchArguments {
             2 => RowFormat::Fp8(ScaleFormat::PowerOfTwo),
             3 => RowFormat::Fp8(ScaleFormat::Ue8m0),
             other => {
-                let limit = "must be a value of enum deep_ep_row_format";
+                let limit = "must be a value of deep_ep_row_format";
                 return Err(Error::invalid("row_format", other, limit));
             }
         })
@@ -170,7 +170,7 @@ fn finish(
 ) -> Result<LowLatencyReceived> {
     let held = pending.take("a low-latency dispatch", |half| match half {
         Half::LowLatencyDispatch(held) => Ok(held),
-        other => Err(other),
+        other => Err(Box::new(other)),
     })?;
     let Some(output) = output else {
         let done = held.call.finish()?;

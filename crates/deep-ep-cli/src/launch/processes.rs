@@ -105,7 +105,7 @@ impl Ranks {
         let mut this = Self {
             children: Vec::with_capacity(count),
             answers,
-            rendezvous: rendezvous,
+            rendezvous,
         };
         for rank in 0..count {
             // The running program itself, even if its file was replaced meanwhile.

@@ -1069,11 +1069,12 @@ deep_ep_status_t deep_ep_default_buffer(deep_ep_buffer_t **buffer);
 deep_ep_status_t deep_ep_set_sm_limit(size_t num_sms);
 
 /**
- * Sends block r of `input` to rank r; block s of `output` becomes what rank s sent. Both have `size` fp32
- * on the host, all blocks together, a multiple of the ranks, and may not overlap. They travel as
- * `dtype` says: DEEP_EP_FP8 with a scale for each 128 of a block (the last group may be short),
- * DEEP_EP_BF16 or DEEP_EP_FP32. All ranks pass the same `size` and `dtype`. On the default buffer, which
- * is made if there is none. Collective; one thread at a time.
+ * Sends block r of `input` to rank r; block s of `output` becomes what rank s sent. Both have `size` fp32,
+ * all blocks together, a multiple of the ranks, and may not overlap. They travel as `dtype` says:
+ * DEEP_EP_FP8 with a scale for each 128 of a block (the last group may be short), DEEP_EP_BF16 or
+ * DEEP_EP_FP32. All ranks pass the same `size` and `dtype`. Both are on the host, or with the CUDA engine
+ * on a GPU, where work on them must be done before the call. On the default buffer, which is made if
+ * there is none. Collective; one thread at a time.
  */
 deep_ep_status_t deep_ep_all_to_all(const float *input,
                                     float *output,
@@ -1082,10 +1083,9 @@ deep_ep_status_t deep_ep_all_to_all(const float *input,
 
 /**
  * As `deep_ep_all_to_all()` on the low-latency path: `query` and `result` have `batch_size` rows for each
- * rank, of as many fp32 as `hidden` in the `low_latency` settings that `deep_ep_init()` was given, on
- * the host; rows for rank r are the r-th block. They arrive bit for bit. All ranks pass the same
- * `batch_size`, at most `num_max_dispatch_tokens_per_rank` of those settings. Collective; one thread at a
- * time.
+ * rank, of as many fp32 as `hidden` in the `low_latency` settings that `deep_ep_init()` was given;
+ * rows for rank r are the r-th block. They arrive bit for bit. All ranks pass the same `batch_size`,
+ * at most `num_max_dispatch_tokens_per_rank` of those settings. Collective; one thread at a time.
  */
 deep_ep_status_t deep_ep_low_latency_all_to_all(const float *query,
                                                 float *result,

@@ -12,7 +12,7 @@ use crate::{
     boundary,
     buffer::BufferObject,
     default_buffer::{self, exchange_capacity},
-    pointers,
+    floats::{Input, Output},
     status::Status,
     tensor::{DTypeCode, DTypeName},
 };
@@ -53,12 +53,12 @@ impl Format {
 
 /// Input and output that C passed: as many blocks as ranks.
 struct Blocks<'a> {
-    input: &'a [f32],
-    output: &'a mut [f32],
+    input: Input<'a>,
+    output: Output<'a>,
 }
 
-impl<'a> Blocks<'a> {
-    fn new(input: *const f32, output: *mut f32, len: usize) -> Result<Self> {
+impl Blocks<'_> {
+    fn new(buffer: &BufferObject, input: *const f32, output: *mut f32, len: usize) -> Result<Self> {
         // Checked before there are slices of both.
         let (from, to) = (input.addr(), output.addr());
         let bytes = len.saturating_mul(size_of::<f32>());
@@ -66,9 +66,10 @@ impl<'a> Blocks<'a> {
             let limit = format!("must not lie in the {len} values of input");
             return Err(Error::invalid("output", format!("{output:p}"), limit));
         }
+        let on_gpus = buffer.inner.engine() == "cuda";
         Ok(Self {
-            input: pointers::slice(input, len, "input")?,
-            output: pointers::slice_mut(output, len, "output")?,
+            input: Input::new(input, len, on_gpus)?,
+            output: Output::new(output, len, on_gpus)?,
         })
     }
 }
@@ -175,12 +176,12 @@ fn unpack(received: &Dispatched, format: Format, output: &mut [f32], ranks: usiz
 }
 
 /// Row r goes to rank r alone: every rank has one expert.
-fn exchange(buffer: &BufferObject, blocks: Blocks<'_>, format: Format) -> Result<()> {
+fn exchange(buffer: &BufferObject, mut blocks: Blocks<'_>, format: Format) -> Result<()> {
     let ranks = buffer.inner.num_ranks();
-    if blocks.input.is_empty() {
+    if blocks.input.floats().is_empty() {
         return buffer.inner.barrier();
     }
-    let rows = Rows::new(format, blocks.input, ranks);
+    let rows = Rows::new(format, blocks.input.floats(), ranks);
     let to: Vec<i64> = (0..ranks as i64).collect();
     let topk = TopK {
         idx: Tensor::new(&to, &[ranks, 1])?,
@@ -197,14 +198,16 @@ fn exchange(buffer: &BufferObject, blocks: Blocks<'_>, format: Format) -> Result
         ..DispatchInput::new(x, routes)
     };
     let received = buffer.inner.dispatch(input)?.finish()?;
-    unpack(&received, format, blocks.output, ranks)
+    unpack(&received, format, blocks.output.floats(), ranks)?;
+    blocks.output.finish()
 }
 
-/// Sends block r of `input` to rank r; block s of `output` becomes what rank s sent. Both have `size` fp32
-/// on the host, all blocks together, a multiple of the ranks, and may not overlap. They travel as
-/// `dtype` says: DEEP_EP_FP8 with a scale for each 128 of a block (the last group may be short),
-/// DEEP_EP_BF16 or DEEP_EP_FP32. All ranks pass the same `size` and `dtype`. On the default buffer, which
-/// is made if there is none. Collective; one thread at a time.
+/// Sends block r of `input` to rank r; block s of `output` becomes what rank s sent. Both have `size` fp32,
+/// all blocks together, a multiple of the ranks, and may not overlap. They travel as `dtype` says:
+/// DEEP_EP_FP8 with a scale for each 128 of a block (the last group may be short), DEEP_EP_BF16 or
+/// DEEP_EP_FP32. All ranks pass the same `size` and `dtype`. Both are on the host, or with the CUDA engine
+/// on a GPU, where work on them must be done before the call. On the default buffer, which is made if
+/// there is none. Collective; one thread at a time.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_all_to_all(
     input: *const f32,
@@ -221,7 +224,7 @@ pub unsafe extern "C" fn deep_ep_all_to_all(
                 let limit = format!("must be a multiple of the {ranks} ranks");
                 return Err(Error::invalid("size", size, limit));
             }
-            Ok((format, Blocks::new(input, output, size)?))
+            Ok((format, Blocks::new(buffer, input, output, size)?))
         });
         let (format, blocks) = buffer.prepared(Call::Dispatch, prepared)?;
         exchange(buffer, blocks, format)
@@ -241,13 +244,13 @@ fn low_latency_len(asked: &LowLatencyConfig, batch_size: usize, ranks: usize) ->
 fn low_latency_exchange(
     buffer: &BufferObject,
     asked: &LowLatencyConfig,
-    blocks: Blocks<'_>,
+    mut blocks: Blocks<'_>,
 ) -> Result<()> {
     let ranks = buffer.inner.num_ranks();
     let capacity = exchange_capacity(asked, ranks)?;
     let (most, hidden) = (capacity.max_tokens_per_rank, capacity.hidden);
     // An fp32 travels as two bf16, which are moved bit for bit.
-    let x: &[bf16] = cast_slice(blocks.input);
+    let x: &[bf16] = cast_slice(blocks.input.floats());
     let tokens = x.len() / hidden;
     let batch = tokens / ranks;
     let to: Vec<i64> = (0..tokens).map(|token| (token / batch) as i64).collect();
@@ -270,16 +273,15 @@ fn low_latency_exchange(
         }
     }
     let rows = rows.as_slice::<bf16>()?;
-    let output: &mut [bf16] = cast_slice_mut(blocks.output);
+    let output: &mut [bf16] = cast_slice_mut(blocks.output.floats());
     output.copy_from_slice(&rows[..tokens * hidden]);
-    Ok(())
+    blocks.output.finish()
 }
 
 /// As `deep_ep_all_to_all()` on the low-latency path: `query` and `result` have `batch_size` rows for each
-/// rank, of as many fp32 as `hidden` in the `low_latency` settings that `deep_ep_init()` was given, on
-/// the host; rows for rank r are the r-th block. They arrive bit for bit. All ranks pass the same
-/// `batch_size`, at most `num_max_dispatch_tokens_per_rank` of those settings. Collective; one thread at a
-/// time.
+/// rank, of as many fp32 as `hidden` in the `low_latency` settings that `deep_ep_init()` was given;
+/// rows for rank r are the r-th block. They arrive bit for bit. All ranks pass the same `batch_size`,
+/// at most `num_max_dispatch_tokens_per_rank` of those settings. Collective; one thread at a time.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_low_latency_all_to_all(
     query: *const f32,
@@ -296,10 +298,10 @@ pub unsafe extern "C" fn deep_ep_low_latency_all_to_all(
         });
         let prepared = prepared.and_then(|asked| {
             let len = low_latency_len(&asked, batch_size, ranks)?;
-            Ok((asked, Blocks::new(query, result, len)?))
+            Ok((asked, Blocks::new(buffer, query, result, len)?))
         });
         let (asked, blocks) = buffer.prepared(Call::LowLatencyDispatch, prepared)?;
-        match blocks.input.is_empty() {
+        match blocks.input.floats().is_empty() {
             true => buffer.inner.barrier(),
             false => low_latency_exchange(buffer, &asked, blocks),
         }

@@ -208,8 +208,13 @@ impl BufferObject {
     /// What must be known before a call can be begun: a failure is told to the peers, which would
     /// wait for this rank's call.
     pub(crate) fn prepared<R>(&self, call: Call, prepared: Result<R>) -> Result<R> {
-        if let Err(Error::InvalidArgument(reject)) = &prepared {
-            self.inner.refuse(call, reject);
+        match &prepared {
+            Ok(_) => {}
+            Err(Error::InvalidArgument(reject)) => self.inner.refuse(call, reject),
+            Err(error) => {
+                let reject = Reject::new("its call", error, "must be possible on every rank");
+                self.inner.refuse(call, &reject);
+            }
         }
         prepared
     }

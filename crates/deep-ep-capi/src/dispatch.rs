@@ -109,9 +109,9 @@ impl Counts {
         Self {
             rows: counts.rows.map_or(-1, |rows| rows as i64),
             output_rows: counts.output_rows,
-            rows_from: counts.rows_from.as_ptr(),
+            rows_from: pointers::first(&counts.rows_from),
             num_ranks: counts.rows_from.len(),
-            num_recv_tokens_per_expert: counts.tokens_per_expert.as_ptr(),
+            num_recv_tokens_per_expert: pointers::first(&counts.tokens_per_expert),
             num_local_experts: counts.tokens_per_expert.len(),
         }
     }

@@ -13,6 +13,7 @@
 //! | `pending` | calls that were begun |
 //! | `dispatch`, `combine`, `low_latency`, `masks` | the calls |
 //! | `default_buffer`, `all_to_all` | the buffer that nobody passes, and calls on it |
+//! | `floats` | floats that may be on a GPU |
 
 // Every exported function has the contract that the header states once: a pointer is NULL or good.
 #![allow(clippy::missing_safety_doc)]
@@ -24,6 +25,7 @@ pub mod combine;
 pub mod communicator;
 pub mod default_buffer;
 pub mod dispatch;
+mod floats;
 pub mod handle;
 pub mod layout;
 pub mod loan;

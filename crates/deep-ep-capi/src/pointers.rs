@@ -165,6 +165,11 @@ fn check_values<T>(pointer: *const T, len: usize, argument: &'static str) -> Res
     ))
 }
 
+/// The address of a list for C, NULL where it is empty.
+pub(crate) fn first<T>(list: &[T]) -> *const T {
+    list.first().map_or(std::ptr::null(), std::ptr::from_ref)
+}
+
 /// A text, if there is one.
 pub(crate) fn text_optional(
     pointer: *const c_char,

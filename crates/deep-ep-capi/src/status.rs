@@ -9,7 +9,7 @@ use deep_ep::{Error, Rank, Reject};
 
 use crate::{
     boundary,
-    pointers::{OutStruct, Versioned},
+    pointers::{self, OutStruct, Versioned},
 };
 
 /// What a function returns: 0, or a value of `deep_ep_status`.
@@ -288,7 +288,7 @@ pub unsafe extern "C" fn deep_ep_last_error_details(error: *mut ErrorDetails) ->
     })
 }
 
-/// Pointers into `fields`, or to constants where there is nothing to point to.
+/// Pointers into `fields`, or to constants where there is no text.
 fn details(fields: &Fields) -> ErrorDetails {
     let text = |text: &CString| match text.is_empty() {
         true => c"".as_ptr(),
@@ -297,7 +297,7 @@ fn details(fields: &Fields) -> ErrorDetails {
     ErrorDetails {
         struct_size: size_of::<ErrorDetails>(),
         num_ranks: fields.ranks.len(),
-        ranks: fields.ranks.as_ptr(),
+        ranks: pointers::first(&fields.ranks),
         rank: fields.rank.map_or(-1, |rank| rank as i64),
         code: fields.code,
         waited_seconds: fields.waited_seconds,

@@ -2,7 +2,12 @@
  * What a program may do wrong: it gets an error that says what, and goes on. On any number of ranks, all of
  * which do the same, but for what only the last one does.
  */
+#define DEEP_EP_NO_SHORT_NAMES
 #include "example.h"
+
+#if defined FP8 || defined BF16 || defined FP32
+#error "there should be no short names"
+#endif
 
 enum { TOKENS = 3, HIDDEN = 16, TOP_K = 2 };
 

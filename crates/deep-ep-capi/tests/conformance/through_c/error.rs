@@ -29,9 +29,10 @@ fn text(pointer: *const std::ffi::c_char) -> String {
 }
 
 fn error(details: &ErrorDetails, this_rank: usize) -> Error {
+    assert_eq!(details.ranks.is_null(), details.num_ranks == 0);
     // SAFETY: so many ranks are there.
-    let ranks = unsafe { std::slice::from_raw_parts(details.ranks, details.num_ranks) };
-    let ranks: Vec<_> = ranks.iter().copied().map(Rank).collect();
+    let ranks = (0..details.num_ranks).map(|at| unsafe { details.ranks.add(at).read() });
+    let ranks: Vec<_> = ranks.map(Rank).collect();
     let rank = || Rank(usize::try_from(details.rank).expect("a rank"));
     let [argument, value, limit, operation, stage] = [
         details.argument,

@@ -68,6 +68,7 @@ pub(crate) fn run() -> Result<()> {
     header::check()?;
     let installed = Installed::new()?;
     let programs = programs(&installed)?;
+    every_function_is_called(&programs)?;
     for program in &programs {
         for (language, name) in [(&C, "as-c"), (&CPP, "as-cpp")] {
             let built = installed.compile(language, program, name)?;
@@ -95,12 +96,43 @@ fn programs(installed: &Installed) -> Result<Vec<Program>> {
         program(&examples, "decode.c", &[1, 4]),
         program(&tests, "errors.c", &[1, 2, 4]),
         program(&tests, "exchange.c", &[1, 3, 4]),
+        program(&tests, "settings.c", &[1, 3]),
         program(&tests, "threads.c", &[0]),
         Program {
             source: readme,
             ranks: &[1, 4],
         },
     ])
+}
+
+/// Every function of the header is called by a program, or by the conformance suite.
+fn every_function_is_called(programs: &[Program]) -> Result<()> {
+    let suite = root().join("crates/deep-ep-capi/tests/conformance/through_c");
+    let suite = fs::read_dir(suite)?.flatten().map(|entry| entry.path());
+    let mut callers = String::new();
+    for source in programs
+        .iter()
+        .map(|program| program.source.clone())
+        .chain(suite)
+    {
+        callers += &fs::read_to_string(&source)?;
+    }
+    let header = fs::read_to_string(root().join("crates/deep-ep-capi/include/deep_ep.h"))?;
+    let missing: Vec<_> = header
+        .lines()
+        .filter_map(declared)
+        .filter(|name| !callers.contains(name))
+        .collect();
+    ensure!(missing.is_empty(), "no test calls {}", missing.join(", "));
+    Ok(())
+}
+
+/// The function that a line of the header declares.
+fn declared(line: &str) -> Option<&str> {
+    let (before, _) = line.split_once('(')?;
+    let name = before.rsplit([' ', '*']).next()?;
+    let declares = !line.starts_with([' ', '/', '#']) && name.starts_with("deep_ep_");
+    declares.then_some(name)
 }
 
 /// The only block of C in the README.

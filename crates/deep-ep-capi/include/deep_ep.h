@@ -666,16 +666,21 @@ size_t deep_ep_dtype_size(deep_ep_dtype_t dtype);
  * LOCAL_RANK, MASTER_ADDR, MASTER_PORT (as `deep-ep launch` and torchrun set them), DEEP_EP_SECRET.
  * Without WORLD_SIZE a group of one. Collective: returns when all ranks are there.
  * `*communicator` is the caller's to free.
+ * Any thread, any time.
  */
 deep_ep_status_t deep_ep_communicator_from_env(deep_ep_communicator_t **communicator);
 
-/** Processes that meet at a TCP port. Collective. `*communicator` is the caller's to free. */
+/**
+ * Processes that meet at a TCP port. Collective. `*communicator` is the caller's to free.
+ * Any thread, any time.
+ */
 deep_ep_status_t deep_ep_communicator_tcp(const deep_ep_tcp_config_t *config,
                                           deep_ep_communicator_t **communicator);
 
 /**
  * `num_ranks` ranks that are threads of this process: `communicators` has room for so many, the n-th
  * is for the thread that plays rank n. Each is the caller's to free. Local.
+ * Any thread, any time.
  */
 deep_ep_status_t deep_ep_communicator_local(size_t num_ranks,
                                             deep_ep_communicator_t **communicators);
@@ -685,6 +690,7 @@ deep_ep_status_t deep_ep_communicator_local(size_t num_ranks,
  * both must be good until the communicator and all buffers made with it are freed. Deadlines, and
  * noticing that a rank is gone, are that function's business. `*communicator` is the caller's to
  * free. Local.
+ * Any thread, any time.
  */
 deep_ep_status_t deep_ep_communicator_from_all_gather(size_t rank,
                                                       size_t num_ranks,
@@ -728,6 +734,7 @@ deep_ep_status_t deep_ep_communicator_free(deep_ep_communicator_t *communicator)
  * Makes a buffer. `config` was made by `deep_ep_buffer_config()`; NULL: defaults. Collective: all ranks
  * make their buffers in the same order. The communicator may be freed afterwards. `*buffer` is the
  * caller's to free.
+ * Any thread; one at a time for each communicator.
  */
 deep_ep_status_t deep_ep_buffer_create(const deep_ep_communicator_t *communicator,
                                        const deep_ep_buffer_config_t *config,
@@ -810,6 +817,7 @@ deep_ep_status_t deep_ep_get_dispatch_layout(const deep_ep_buffer_t *buffer,
 /**
  * A layout from its tensors, which on the host are copied; on a GPU the caller keeps them until the
  * layout is freed, and their contents are not looked at. Local. `*layout` is the caller's to free.
+ * Any thread, any time.
  */
 deep_ep_status_t deep_ep_layout_from_tensors(const deep_ep_layout_tensors_t *tensors,
                                              deep_ep_layout_t **layout);
@@ -913,7 +921,10 @@ deep_ep_status_t deep_ep_dispatch_begin(const deep_ep_buffer_t *buffer,
                                         const deep_ep_dispatch_input_t *input,
                                         deep_ep_pending_t **pending);
 
-/** Waits until it is known how many rows come. The pointers in `*counts` live until `pending` is freed. */
+/**
+ * Waits until it is known how many rows come. The pointers in `*counts` live until `pending` is freed.
+ * One thread at a time for each buffer.
+ */
 deep_ep_status_t deep_ep_dispatch_counts(const deep_ep_pending_t *pending,
                                          deep_ep_received_counts_t *counts);
 
@@ -921,6 +932,7 @@ deep_ep_status_t deep_ep_dispatch_counts(const deep_ep_pending_t *pending,
  * Completes a dispatch: into the memory that `output` names, or, if it is NULL, into a loan. `pending` is
  * used up, also by a failure, but must still be freed. `result` was made by
  * `deep_ep_dispatched()`.
+ * One thread at a time for each buffer.
  */
 deep_ep_status_t deep_ep_dispatch_finish(const deep_ep_pending_t *pending,
                                          const deep_ep_dispatch_output_t *output,
@@ -930,6 +942,7 @@ deep_ep_status_t deep_ep_dispatch_finish(const deep_ep_pending_t *pending,
  * A whole dispatch: `deep_ep_dispatch_begin()` and `deep_ep_dispatch_finish()`. With memory of the caller
  * `output` must have exactly the rows that come; where that is not known, begin the call and ask
  * for its counts, or pass NULL.
+ * One thread at a time for each buffer.
  */
 deep_ep_status_t deep_ep_dispatch(const deep_ep_buffer_t *buffer,
                                   const deep_ep_dispatch_input_t *input,
@@ -951,11 +964,15 @@ deep_ep_status_t deep_ep_combine_begin(const deep_ep_buffer_t *buffer,
 /**
  * Completes a combine. `pending` is used up unless `output` itself cannot be read, but must still be
  * freed.
+ * One thread at a time for each buffer.
  */
 deep_ep_status_t deep_ep_combine_finish(const deep_ep_pending_t *pending,
                                         const deep_ep_combine_output_t *output);
 
-/** A whole combine: `deep_ep_combine_begin()` and `deep_ep_combine_finish()`. */
+/**
+ * A whole combine: `deep_ep_combine_begin()` and `deep_ep_combine_finish()`.
+ * One thread at a time for each buffer.
+ */
 deep_ep_status_t deep_ep_combine(const deep_ep_buffer_t *buffer,
                                  const deep_ep_combine_input_t *input,
                                  const deep_ep_combine_output_t *output);
@@ -974,12 +991,16 @@ deep_ep_status_t deep_ep_low_latency_dispatch_begin(const deep_ep_buffer_t *buff
  * Receives: into the memory that `output` names, or, if it is NULL, into memory of the library, where rows
  * that nobody sends cost nothing. `pending` is used up, also by a failure, but must still be freed.
  * `result` was made by `deep_ep_low_latency_dispatched()`.
+ * One thread at a time for each buffer.
  */
 deep_ep_status_t deep_ep_low_latency_dispatch_finish(const deep_ep_pending_t *pending,
                                                      const deep_ep_low_latency_dispatch_output_t *output,
                                                      deep_ep_low_latency_dispatched_t *result);
 
-/** A whole low-latency dispatch: send and receive. */
+/**
+ * A whole low-latency dispatch: send and receive.
+ * One thread at a time for each buffer.
+ */
 deep_ep_status_t deep_ep_low_latency_dispatch(const deep_ep_buffer_t *buffer,
                                               const deep_ep_low_latency_dispatch_input_t *input,
                                               const deep_ep_low_latency_dispatch_output_t *output,
@@ -1002,11 +1023,15 @@ deep_ep_status_t deep_ep_low_latency_combine_begin(const deep_ep_buffer_t *buffe
  * Receives into `out`, bf16 `[T, H]` of the caller, whose rows may be apart: the sum of each token's expert
  * outputs with the weights of the input. `pending` is used up unless `out` itself cannot be read,
  * but must still be freed.
+ * One thread at a time for each buffer.
  */
 deep_ep_status_t deep_ep_low_latency_combine_finish(const deep_ep_pending_t *pending,
                                                     const deep_ep_tensor_t *out);
 
-/** A whole low-latency combine: send and receive. */
+/**
+ * A whole low-latency combine: send and receive.
+ * One thread at a time for each buffer.
+ */
 deep_ep_status_t deep_ep_low_latency_combine(const deep_ep_buffer_t *buffer,
                                              const deep_ep_low_latency_combine_input_t *input,
                                              const deep_ep_tensor_t *out);
@@ -1035,6 +1060,7 @@ deep_ep_status_t deep_ep_low_latency_clean_mask_buffer(const deep_ep_buffer_t *b
  * There is nothing to clean between low-latency calls. With `enable_shrink` this is a barrier that masks
  * ranks that do not come, as in DeepEP; the numbers are accepted without effect. Collective with
  * `enable_shrink`, else local.
+ * One thread at a time for each buffer.
  */
 deep_ep_status_t deep_ep_clean_low_latency_buffer(const deep_ep_buffer_t *buffer,
                                                   size_t _num_max_dispatch_tokens_per_rank,

@@ -242,6 +242,7 @@ pub(crate) fn stream(stream: *mut c_void) -> Stream {
 /// Makes a buffer. `config` was made by `deep_ep_buffer_config()`; NULL: defaults. Collective: all ranks
 /// make their buffers in the same order. The communicator may be freed afterwards. `*buffer` is the
 /// caller's to free.
+/// Any thread; one at a time for each communicator.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_buffer_create(
     communicator: *const CommunicatorObject,

@@ -153,6 +153,7 @@ pub unsafe extern "C" fn deep_ep_combine_begin(
 
 /// Completes a combine. `pending` is used up unless `output` itself cannot be read, but must still be
 /// freed.
+/// One thread at a time for each buffer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_combine_finish(
     pending: *const PendingObject,
@@ -165,6 +166,7 @@ pub unsafe extern "C" fn deep_ep_combine_finish(
 }
 
 /// A whole combine: `deep_ep_combine_begin()` and `deep_ep_combine_finish()`.
+/// One thread at a time for each buffer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_combine(
     buffer: *const BufferObject,

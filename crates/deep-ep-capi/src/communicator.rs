@@ -150,6 +150,7 @@ fn give(
 /// LOCAL_RANK, MASTER_ADDR, MASTER_PORT (as `deep-ep launch` and torchrun set them), DEEP_EP_SECRET.
 /// Without WORLD_SIZE a group of one. Collective: returns when all ranks are there.
 /// `*communicator` is the caller's to free.
+/// Any thread, any time.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_communicator_from_env(
     communicator: *mut *mut CommunicatorObject,
@@ -158,6 +159,7 @@ pub unsafe extern "C" fn deep_ep_communicator_from_env(
 }
 
 /// Processes that meet at a TCP port. Collective. `*communicator` is the caller's to free.
+/// Any thread, any time.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_communicator_tcp(
     config: *const TcpSettings,
@@ -181,6 +183,7 @@ pub unsafe extern "C" fn deep_ep_communicator_tcp(
 
 /// `num_ranks` ranks that are threads of this process: `communicators` has room for so many, the n-th
 /// is for the thread that plays rank n. Each is the caller's to free. Local.
+/// Any thread, any time.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_communicator_local(
     num_ranks: usize,
@@ -200,6 +203,7 @@ pub unsafe extern "C" fn deep_ep_communicator_local(
 /// both must be good until the communicator and all buffers made with it are freed. Deadlines, and
 /// noticing that a rank is gone, are that function's business. `*communicator` is the caller's to
 /// free. Local.
+/// Any thread, any time.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_communicator_from_all_gather(
     rank: usize,

@@ -302,6 +302,7 @@ pub unsafe extern "C" fn deep_ep_dispatch_begin(
 }
 
 /// Waits until it is known how many rows come. The pointers in `*counts` live until `pending` is freed.
+/// One thread at a time for each buffer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_dispatch_counts(
     pending: *const PendingObject,
@@ -318,6 +319,7 @@ pub unsafe extern "C" fn deep_ep_dispatch_counts(
 /// Completes a dispatch: into the memory that `output` names, or, if it is NULL, into a loan. `pending` is
 /// used up, also by a failure, but must still be freed. `result` was made by
 /// `deep_ep_dispatched()`.
+/// One thread at a time for each buffer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_dispatch_finish(
     pending: *const PendingObject,
@@ -338,6 +340,7 @@ pub unsafe extern "C" fn deep_ep_dispatch_finish(
 /// A whole dispatch: `deep_ep_dispatch_begin()` and `deep_ep_dispatch_finish()`. With memory of the caller
 /// `output` must have exactly the rows that come; where that is not known, begin the call and ask
 /// for its counts, or pass NULL.
+/// One thread at a time for each buffer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_dispatch(
     buffer: *const BufferObject,

@@ -67,6 +67,7 @@ pub unsafe extern "C" fn deep_ep_get_dispatch_layout(
 
 /// A layout from its tensors, which on the host are copied; on a GPU the caller keeps them until the
 /// layout is freed, and their contents are not looked at. Local. `*layout` is the caller's to free.
+/// Any thread, any time.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_layout_from_tensors(
     tensors: *const LayoutTensors,

@@ -54,6 +54,7 @@ pub unsafe extern "C" fn deep_ep_low_latency_clean_mask_buffer(
 /// There is nothing to clean between low-latency calls. With `enable_shrink` this is a barrier that masks
 /// ranks that do not come, as in DeepEP; the numbers are accepted without effect. Collective with
 /// `enable_shrink`, else local.
+/// One thread at a time for each buffer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_clean_low_latency_buffer(
     buffer: *const BufferObject,

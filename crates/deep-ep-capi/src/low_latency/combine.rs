@@ -151,6 +151,7 @@ pub unsafe extern "C" fn deep_ep_low_latency_combine_begin(
 /// Receives into `out`, bf16 `[T, H]` of the caller, whose rows may be apart: the sum of each token's expert
 /// outputs with the weights of the input. `pending` is used up unless `out` itself cannot be read,
 /// but must still be freed.
+/// One thread at a time for each buffer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_low_latency_combine_finish(
     pending: *const PendingObject,
@@ -160,6 +161,7 @@ pub unsafe extern "C" fn deep_ep_low_latency_combine_finish(
 }
 
 /// A whole low-latency combine: send and receive.
+/// One thread at a time for each buffer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_low_latency_combine(
     buffer: *const BufferObject,

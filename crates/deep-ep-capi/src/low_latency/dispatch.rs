@@ -241,6 +241,7 @@ pub unsafe extern "C" fn deep_ep_low_latency_dispatch_begin(
 /// Receives: into the memory that `output` names, or, if it is NULL, into memory of the library, where rows
 /// that nobody sends cost nothing. `pending` is used up, also by a failure, but must still be freed.
 /// `result` was made by `deep_ep_low_latency_dispatched()`.
+/// One thread at a time for each buffer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_low_latency_dispatch_finish(
     pending: *const PendingObject,
@@ -259,6 +260,7 @@ pub unsafe extern "C" fn deep_ep_low_latency_dispatch_finish(
 }
 
 /// A whole low-latency dispatch: send and receive.
+/// One thread at a time for each buffer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn deep_ep_low_latency_dispatch(
     buffer: *const BufferObject,

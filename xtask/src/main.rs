@@ -1,11 +1,13 @@
-//! Tasks of this repository: `cargo xtask test`, `python`, `wheel`, `dist`, `kernels`, `mutate`,
-//! `bench-cpu`.
+//! Tasks of this repository: `cargo xtask test`, `python`, `c`, `wheel`, `dist`, `header`, `kernels`,
+//! `mutate`, `bench-cpu`.
 
 #![forbid(unsafe_code)]
 
 mod bench_cpu;
+mod c;
 mod command;
 mod dist;
+mod header;
 mod kernels;
 mod mutate;
 mod mutations;
@@ -23,10 +25,14 @@ enum Task {
     Test(test::Args),
     /// Test the Python package
     Python(python::TestArgs),
+    /// Test the C interface: header, installation, examples and programs as C and as C++
+    C,
     /// Build the Python package's wheel
     Wheel(python::Args),
     /// Build a folder that tests and measures GPUs on a host without Rust
     Dist(dist::Args),
+    /// Write the C header from the sources of the C interface
+    Header(header::Args),
     /// Compile every GPU kernel for every architecture, without a GPU
     Kernels(kernels::Args),
     /// Break the code in known ways and see that the tests notice
@@ -39,8 +45,10 @@ fn main() -> ExitCode {
     let done = match Task::parse() {
         Task::Test(args) => test::run(&args),
         Task::Python(args) => python::test(&args),
+        Task::C => c::run(),
         Task::Wheel(args) => python::run(&args),
         Task::Dist(args) => dist::run(&args),
+        Task::Header(args) => header::run(&args),
         Task::Kernels(args) => kernels::run(&args),
         Task::Mutate(args) => mutate::run(&args),
         Task::BenchCpu(args) => bench_cpu::run(&args),

@@ -9,6 +9,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 
 use crate::{
+    c,
     command::{cargo, read, root, shown, succeed},
     kernels, python,
 };
@@ -38,6 +39,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     doc.env("RUSTDOCFLAGS", "-D warnings");
     steps.run("documentation", doc)?;
     steps.run("tests", cargo(["test", "--workspace", "--locked"]))?;
+    if c::is_possible() {
+        steps.run("C", c::command()?)?;
+    } else {
+        println!("--- C left out: there is no gcc");
+    }
     steps.run("kernels", kernels::tests()?)?;
     for (name, command) in python::tests(&args.python)? {
         steps.run(name, command)?;

@@ -1,6 +1,6 @@
 //! The command line.
 
-use std::{path::PathBuf, time::Duration};
+use std::{ffi::OsString, path::PathBuf, time::Duration};
 
 use anyhow::{Result, ensure};
 use clap::{ArgMatches, Args, Parser, Subcommand, parser::ValueSource};
@@ -29,9 +29,40 @@ pub(crate) enum Command {
     Warmup(WarmupArgs),
     /// What this machine has, what would be used, and what to do about what is missing
     Doctor(DoctorArgs),
+    /// Run a program as the ranks of a job on this host
+    Launch(LaunchArgs),
     /// One rank of a job; started by `run` and `bench`
     #[command(hide = true)]
     Rank,
+    /// Becomes a program that ends when the launcher does; started by `launch`
+    #[command(hide = true)]
+    Become(BecomeArgs),
+}
+
+/// Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
+/// DEEP_EP_SECRET in its environment. Lines of output begin with the rank. SIGINT, SIGTERM and SIGHUP are
+/// passed on. When a rank fails the others are ended; the exit status is that of the first failure.
+#[derive(Debug, Args)]
+pub(crate) struct LaunchArgs {
+    /// Ranks
+    #[arg(short = 'n', long, value_name = "R", value_parser = positive)]
+    pub(crate) ranks: usize,
+    /// The program and its arguments
+    #[arg(
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "PROGRAM"
+    )]
+    pub(crate) program: Vec<OsString>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BecomeArgs {
+    /// Process id of the launcher
+    pub(crate) launcher: i32,
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    pub(crate) program: Vec<OsString>,
 }
 
 /// What `run` and `bench` share.

@@ -66,6 +66,8 @@ fn main() -> ExitCode {
             Command::Bench(args) => bench::run(&args),
             Command::Warmup(args) => warmup::run(&args),
             Command::Doctor(args) => doctor::run(&args),
+            Command::Launch(args) => return_code(launch::program::run(&args)),
+            Command::Become(args) => return_code(launch::program::become_it(&args)),
             Command::Rank => return_code(launch::serve()),
         });
     let (error, code) = match done {

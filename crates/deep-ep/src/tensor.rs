@@ -87,6 +87,11 @@ impl Shape {
         self.span() * self.dtype.size()
     }
 
+    /// Whether two elements lie at the same place, which an output must not have.
+    pub fn has_shared_elements(&self) -> bool {
+        check_no_overlap(self).is_err()
+    }
+
     fn span(&self) -> usize {
         self.span_checked().expect("checked at construction")
     }

@@ -1,6 +1,9 @@
-//! Starts the ranks of a job, as threads or as processes, and gathers their reports.
+//! Starts the ranks of a job, as threads or as processes, and gathers their reports; or starts the ranks
+//! of someone else's program.
 
 mod processes;
+pub(crate) mod program;
+mod rendezvous;
 mod threads;
 
 use std::fmt;

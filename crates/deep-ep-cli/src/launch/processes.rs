@@ -13,27 +13,22 @@
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
-    net::{Ipv4Addr, SocketAddrV4},
-    os::{
-        fd::OwnedFd,
-        unix::process::{CommandExt, ExitStatusExt},
-    },
+    os::unix::process::{CommandExt, ExitStatusExt},
     process::{Child, ChildStdin, ChildStdout, Command, ExitCode, ExitStatus, Stdio},
     sync::mpsc,
     thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use deep_ep::Communicator;
 use half::bf16;
-use rustix::{
-    net,
-    process::{Pid, Signal, getppid, set_parent_process_death_signal},
-};
 use serde::{Deserialize, Serialize};
 
-use super::{Cause, Failure, Failures};
+use super::{
+    Cause, Failure, Failures,
+    rendezvous::{Rendezvous, die_with},
+};
 use crate::{job, options::Options, report::RankReport, source::Source};
 
 /// How long the other ranks may take to say what they saw after one has failed.
@@ -100,35 +95,25 @@ type Answer = Result<(Outcome, Option<Vec<bf16>>)>;
 struct Ranks {
     children: Vec<Child>,
     answers: mpsc::Receiver<(usize, Answer)>,
-    _port: Port,
+    rendezvous: Rendezvous,
 }
 
 impl Ranks {
     fn start(count: usize, task: &str) -> Result<Self> {
-        let port = Port::reserve()?;
-        let environment = [
-            ("WORLD_SIZE", count.to_string()),
-            ("LOCAL_WORLD_SIZE", count.to_string()),
-            ("MASTER_ADDR", "127.0.0.1".into()),
-            ("MASTER_PORT", port.number.to_string()),
-            ("DEEP_EP_SECRET", secret()?),
-        ];
+        let rendezvous = Rendezvous::new(count)?;
         let (sender, answers) = mpsc::channel();
         let mut this = Self {
             children: Vec::with_capacity(count),
             answers,
-            _port: port,
+            rendezvous,
         };
         for rank in 0..count {
             // The running program itself, even if its file was replaced meanwhile.
-            let mut child = Command::new("/proc/self/exe")
+            let mut command = Command::new("/proc/self/exe");
+            this.rendezvous.tell(&mut command, rank);
+            let mut child = command
                 .arg0("deep-ep")
                 .arg("rank")
-                .envs(environment.clone())
-                .env("RANK", rank.to_string())
-                .env("LOCAL_RANK", rank.to_string())
-                .env_remove("DEEP_EP_PORT")
-                .env_remove("TORCHELASTIC_USE_AGENT_STORE")
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
                 .spawn()
@@ -219,7 +204,7 @@ impl Drop for Ranks {
     }
 }
 
-fn ending(status: ExitStatus) -> String {
+pub(super) fn ending(status: ExitStatus) -> String {
     match (status.signal(), status.code()) {
         (Some(signal), _) => format!("was killed by signal {signal}"),
         (None, Some(code)) => format!("ended with exit status {code}"),
@@ -257,41 +242,6 @@ fn converse(mut stdin: ChildStdin, stdout: ChildStdout, task: &str) -> Answer {
         _ => None,
     };
     Ok((outcome, combined))
-}
-
-/// A port for the rendezvous, kept from other programs until rank 0 listens on it: it is bound here
-/// but never listens, so that only who asks for this very port, to reuse it, gets it.
-struct Port {
-    number: u16,
-    _bound: OwnedFd,
-}
-
-impl Port {
-    fn reserve() -> Result<Self> {
-        let reserve = || {
-            let socket = net::socket_with(
-                net::AddressFamily::INET,
-                net::SocketType::STREAM,
-                net::SocketFlags::CLOEXEC,
-                None,
-            )?;
-            net::sockopt::set_socket_reuseaddr(&socket, true)?;
-            net::bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0))?;
-            let address = SocketAddrV4::try_from(net::getsockname(&socket)?)?;
-            Ok::<_, rustix::io::Errno>(Self {
-                number: address.port(),
-                _bound: socket,
-            })
-        };
-        reserve().context("no free port on 127.0.0.1 for the rendezvous")
-    }
-}
-
-/// A secret that keeps other users of this machine out of the rendezvous.
-fn secret() -> Result<String> {
-    let mut bytes = [0u8; 16];
-    getrandom::fill(&mut bytes).map_err(|error| anyhow!("no random bytes: {error}"))?;
-    Ok(bytes.iter().map(|b| format!("{b:02x}")).collect())
 }
 
 /// The side of a rank process: does the task that stdin holds and answers on stdout.
@@ -343,11 +293,4 @@ fn work(task: &Task) -> Result<RankReport> {
     let input = task.source.open()?;
     let communicator = Communicator::from_env()?;
     job::run(communicator, &input, &task.options)
-}
-
-/// Lets the kernel kill this process when the launcher is gone, also if it is gone already.
-fn die_with(launcher: i32) -> Result<()> {
-    set_parent_process_death_signal(Some(Signal::KILL))?;
-    ensure!(getppid() == Pid::from_raw(launcher), "the launcher is gone");
-    Ok(())
 }

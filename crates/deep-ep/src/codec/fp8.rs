@@ -150,6 +150,17 @@ pub(super) fn quantize_block(x: &[bf16], codes: &mut [u8], power_of_two: bool) -
     scale
 }
 
+/// Casts at most [`SCALE_BLOCK`] f32 values with one scale, `amax / 448`, which it returns: the same
+/// cast as that of bf16 channels. `x` and `codes` have the same length.
+pub fn quantize_f32_block(x: &[f32], codes: &mut [u8]) -> f32 {
+    let finite = x.iter().map(|x| x.abs()).filter(|x| !x.is_nan());
+    let BlockScale { scale, factor } = BlockScale::new(finite.fold(0.0, f32::max), false);
+    for (x, code) in x.iter().zip(codes) {
+        *code = f32_to_e4m3(x * factor);
+    }
+    scale
+}
+
 /// Casts a row of `H` bf16 channels to E4M3 with one scale per 128 channels.
 ///
 /// `x` and `codes` are `[H]`, `scales` is `[ceil(H / 128)]` and always holds f32 values, powers of

@@ -30,8 +30,8 @@ pub use bf16::{
 };
 pub use fp8::{
     E4M3_MAX, SCALE_BLOCK, ScaleFormat, dequantize_row, dequantize_row_with, e4m3_to_f32,
-    f32_to_e4m3, pack_ue8m0, quantize_row, quantize_row_with, ue8m0_from_scale, ue8m0_to_scale,
-    unpack_ue8m0,
+    f32_to_e4m3, pack_ue8m0, quantize_f32_block, quantize_row, quantize_row_with, ue8m0_from_scale,
+    ue8m0_to_scale, unpack_ue8m0,
 };
 pub use simd::{Simd, store_fence};
 pub use sum::{

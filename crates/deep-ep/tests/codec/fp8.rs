@@ -1,8 +1,8 @@
 //! fp8 against `float8` and against the definition in f64.
 
 use deep_ep::codec::{
-    ScaleFormat, dequantize_row, e4m3_to_f32, f32_to_e4m3, pack_ue8m0, quantize_row,
-    ue8m0_from_scale, ue8m0_to_scale, unpack_ue8m0,
+    ScaleFormat, dequantize_row, e4m3_to_f32, f32_to_e4m3, pack_ue8m0, quantize_f32_block,
+    quantize_row, ue8m0_from_scale, ue8m0_to_scale, unpack_ue8m0,
 };
 use float8::F8E4M3 as Oracle;
 use half::bf16;
@@ -50,6 +50,22 @@ fn encoding_agrees_with_float8() {
     };
     (0..=u32::MAX).step_by(1 << 8).for_each(check);
     (0..=u32::MAX).step_by(997).for_each(check);
+}
+
+#[test]
+fn blocks_of_f32_are_cast_as_those_of_bf16() {
+    let mut random = Random(11);
+    for length in [1, 7, 127, 128] {
+        for mix in 0..4 {
+            let row = random.bf16_row(length, mix);
+            let (mut expected, mut scale) = (vec![0; length], [0.0]);
+            quantize_row(&row, &mut expected, &mut scale, ScaleFormat::F32);
+            let wide: Vec<f32> = row.iter().map(|x| x.to_f32()).collect();
+            let mut codes = vec![0; length];
+            let found = quantize_f32_block(&wide, &mut codes);
+            assert_eq!((found.to_bits(), codes), (scale[0].to_bits(), expected));
+        }
+    }
 }
 
 #[test]

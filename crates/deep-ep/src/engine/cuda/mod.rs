@@ -1,5 +1,5 @@
 //! NVIDIA GPUs: what is here ([`Report`]), how fast memory and links are ([`limit`]), kernels compiled
-//! ahead of time ([`warmup`](fn@warmup)), and memory, streams and graphs for programs that have no
+//! ahead of time ([`warmup`](fn@warmup)), where an address lies ([`place_of`]), and memory, streams and graphs for programs that have no
 //! framework ([`Gpu`]).
 //!
 //! CUDA's driver and its compiler NVRTC are loaded at run time. Without them everything here answers
@@ -11,11 +11,13 @@ pub(crate) mod engine;
 mod gpu;
 pub(crate) mod jit;
 pub mod limit;
+mod place;
 mod report;
 pub(crate) mod symmetric;
 mod warmup;
 
 pub use driver::{checked::Version, device::ComputeCapability};
 pub use gpu::{Gpu, GpuEvent, GpuStream, Graph};
+pub use place::place_of;
 pub use report::{Cache, Compiler, DriverFacts, GpuFacts, Peer, Report, Tried};
 pub use warmup::{Warmed, WarmupConfig, architectures, warmup};

@@ -10,7 +10,8 @@ pub(crate) use cudarc::driver::sys::{
     CUmemAllocationHandleType, CUmemAllocationProp,
     CUmemAllocationProp_st__bindgen_ty_1 as CUmemAllocationFlags, CUmemAllocationType,
     CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType, CUmemorytype, CUmodule,
-    CUstream, CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus, CUuuid,
+    CUpointer_attribute, CUstream, CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus,
+    CUuuid,
 };
 
 use cudarc::driver::sys;
@@ -55,6 +56,7 @@ table! {
             fn cuEventRecord(CUevent, CUstream);
             fn cuEventQuery(CUevent);
             fn cuEventSynchronize(CUevent);
+            fn cuPointerGetAttribute(*mut c_void, CUpointer_attribute, CUdeviceptr);
             fn cuMemAlloc_v2(*mut CUdeviceptr, usize);
             fn cuMemFree_v2(CUdeviceptr);
             fn cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
@@ -106,6 +108,7 @@ pub(crate) mod code {
     use std::ffi::c_uint;
 
     pub(crate) const SUCCESS: c_uint = 0;
+    pub(crate) const INVALID_VALUE: c_uint = 1;
     pub(crate) const OUT_OF_MEMORY: c_uint = 2;
     pub(crate) const NO_DEVICE: c_uint = 100;
     pub(crate) const NOT_READY: c_uint = 600;

@@ -11,7 +11,7 @@ use std::{
 use bytemuck::Zeroable;
 
 use super::{
-    control::Control,
+    control::{Control, FLAGS},
     failures::Failures,
     keys,
     launch::Kernels,
@@ -83,6 +83,8 @@ pub(crate) struct Core {
     next_reject: AtomicU32,
     next_ticket: AtomicU32,
     states: DeviceMemory,
+    /// Where the blocks of a launch tell each other what they counted, for each half.
+    _chunk_words: DeviceMemory,
     bases: DeviceMemory,
     timeout: Duration,
     num_sms: u32,
@@ -110,6 +112,11 @@ pub(crate) struct Core {
 /// Where the last call ended.
 struct Order {
     event: Event,
+}
+
+/// Bytes of the words for the chunks of a launch, of which there are as many as flags.
+fn chunk_bytes(ranks: usize) -> usize {
+    FLAGS as usize * ranks * 8
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -151,10 +158,13 @@ impl Core {
         let sharing = symmetric.ranks_on_this_gpu().len().max(1) as u32;
         let side = Stream::urgent(&context)?;
         let bases: Vec<u64> = (0..ranks).map(|rank| symmetric.base(rank)).collect();
-        let states = [CallState {
-            bad_id: u64::MAX,
-            ..CallState::zeroed()
-        }; HALVES];
+        let chunk_words = DeviceMemory::new(&context, 2 * chunk_bytes(ranks), "counts of chunks")?;
+        chunk_words.fill(&side, 0)?;
+        let mut states = [CallState::zeroed(); HALVES];
+        for half in [Half::Send, Half::Receive] {
+            let at = half as usize;
+            states[at].chunk_words = chunk_words.address() + (at * chunk_bytes(ranks)) as u64;
+        }
         let words = |data: &[u8], purpose: &'static str| -> Result<DeviceMemory> {
             let memory = DeviceMemory::new(&context, data.len(), purpose)?;
             memory.upload(&side, data)?;
@@ -178,6 +188,7 @@ impl Core {
             next_reject: AtomicU32::new(0),
             next_ticket: AtomicU32::new(1),
             states: words(bytemuck::cast_slice(&states), "call states")?,
+            _chunk_words: chunk_words,
             bases: words(bytemuck::cast_slice(&bases), "addresses of regions")?,
             timeout: config.timeout,
             num_sms: u32::try_from(config.num_sms).unwrap_or(u32::MAX),

@@ -16,14 +16,16 @@ pub(crate) struct CallState {
     pub(crate) calls: u64,
     /// Ranks that a wait gave up on.
     pub(crate) missing: u64,
-    /// Lowest place of an expert id out of range, or all ones.
-    pub(crate) bad_id: u64,
+    /// The address of words in which blocks tell each other what they counted.
+    pub(crate) chunk_words: u64,
     /// Blocks at the grid barrier.
     pub(crate) arrived: u32,
     /// Blocks that are done.
     pub(crate) left: u32,
     /// Stage in which a wait gave up, or 0.
     pub(crate) failed: u32,
+    /// Units that were taken by each crew of blocks.
+    pub(crate) taken: [u32; 2],
     pub(crate) reserved: u32,
 }
 
@@ -176,8 +178,6 @@ pub(crate) struct DispatchParams {
     pub(crate) phases: u32,
     pub(crate) ticket: u32,
     pub(crate) grain: u32,
-    pub(crate) units: u32,
-    pub(crate) slot_tokens: u32,
     pub(crate) remote_blocks: u32,
     pub(crate) copy_rows: u32,
     pub(crate) discard: u32,
@@ -317,7 +317,7 @@ pub(crate) fn assertions() -> String {
         };
     }
     layout! {
-        CallState { calls, missing, bad_id, arrived, left, failed }
+        CallState { calls, missing, chunk_words, arrived, left, failed, taken }
         Report {
             failed, operation, stage, missing, abort, verdict, verdict_rank, verdict_operation,
             verdict_status, verdict_detail, text,
@@ -331,7 +331,7 @@ pub(crate) fn assertions() -> String {
             group, x, x_stride, scales, topk, weights, routes, slots, is_token_in_rank, rank_prefix, sent_rows, channel_starts,
             src_idx, out_x, out_stride, out_topk, out_weights, out_scales, result, reject_text,
             landing, capacity, tokens, row_bytes, scale_words, top_k, index_bytes, experts,
-            out_rows, route_source, terms, phases, ticket, grain, units, slot_tokens, remote_blocks, copy_rows,
+            out_rows, route_source, terms, phases, ticket, grain, remote_blocks, copy_rows,
             discard, worst,
         }
         LayoutParams {

@@ -10,8 +10,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch(const __grid_c
     Shared shared(memory, p, shape);
     const Group group(p.group);
     // Slots are found by every launch that needs them.
-    if (p.phases != PHASE_RECEIVE || !p.discard) count(p, shape, shared, group);
-    if (p.phases & (PHASE_MOVE | PHASE_RECEIVE) || p.phases == PHASE_REJECT) {
+    const bool counted = (p.phases == PHASE_RECEIVE && p.discard) || count(p, shape, shared, group);
+    if (counted && p.phases & (PHASE_MOVE | PHASE_RECEIVE) || p.phases == PHASE_REJECT) {
         if (gather(group, shared.all)) {
             place_rows(p, shape, shared);
             const Counts counts = p.route_source == ROUTES_HANDLE ? COUNTS_CACHED : COUNTS_DISPATCH;
@@ -21,7 +21,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch(const __grid_c
                 tell_counts(p, shape, shared, group);
             }
             if (shared.all.verdict == VERDICT_OK) {
-                if (p.phases & PHASE_MOVE) move(p, shape, shared, group);
+                if (p.phases & PHASE_MOVE) {
+                    move(p, shape, shared, group);
+                    write_slots(p, shape, shared);
+                }
                 if (p.phases & PHASE_RECEIVE) receive(p, shape, shared, group);
             }
         }

@@ -10,164 +10,182 @@ using RankBits = u32;
 using RankBits = u64;
 #endif
 
-// Choices that a thread loads at once, and what stands for no rank.
-constexpr u32 CHOICES_AHEAD = 16;
-constexpr u8 NOBODY = 0xff;
-
-// The rank of each choice of `tokens` tokens from `first` on, in shared memory: neighbouring threads
-// read neighbouring choices. All threads.
-__device__ inline void find_ranks(const DispatchParams& p, const Shape& shape, const Shared& shared, u32 first,
-                                  u32 tokens, u64* bad) {
-    const u32 choices = tokens * shape.top_k;
-    const u64 before = u64(first) * shape.top_k;
-    const bool dense = p.topk.column_stride == 1 && p.topk.row_stride == shape.top_k;
-    const Divisor local(shape.local_experts, p.experts);
-    u8* ranks = shared.choice_ranks(p, shape);
-    u32 lowest_bad = ~0u;
-#pragma unroll 1
-    for (u32 start = threadIdx.x; start < choices; start += CHOICES_AHEAD * THREADS) {
-        i64 id[CHOICES_AHEAD];
-#pragma unroll
-        for (u32 c = 0; c < CHOICES_AHEAD; c++) {
-            const u32 i = start + c * THREADS;
-            if (i >= choices) continue;
-            id[c] = dense ? flat_index_at(p.topk, p.index_bytes, before + i)
-                          : index_at(p.topk, p.index_bytes, first + i / shape.top_k, i % shape.top_k);
-        }
-#pragma unroll
-        for (u32 c = 0; c < CHOICES_AHEAD; c++) {
-            const u32 i = start + c * THREADS;
-            if (i >= choices) continue;
-            if (id[c] >= i64(p.experts)) lowest_bad = min(lowest_bad, i);
-            const bool some = id[c] >= 0 && id[c] < i64(p.experts);
-            ranks[i] = some ? u8(local.divide(u32(id[c]))) : NOBODY;
-        }
-    }
-    if (lowest_bad != ~0u) atomicMin(bad, before + lowest_bad);
-}
-
-// The ranks that the `i`-th of these tokens goes to.
-__device__ __forceinline__ RankBits ranks_of(const DispatchParams& p, const Shape& shape, const Shared& shared,
-                                             u32 token, u32 i) {
+// `bad` is set if an id is out of range.
+__device__ inline RankBits ranks_of(const DispatchParams& p, const Shape& shape, u64 token, bool& bad) {
     RankBits ranks = 0;
     if (p.route_source == ROUTES_MASK) {
-        const u8* mask = reinterpret_cast<const u8*>(p.routes[0]) + u64(token) * shape.ranks;
+        const u8* mask = reinterpret_cast<const u8*>(p.routes[0]) + token * shape.ranks;
         for (u32 r = 0; r < shape.ranks; r++) ranks |= RankBits(mask[r] != 0) << r;
         return ranks;
     }
-    const u8* choices = shared.choice_ranks(p, shape) + i * shape.top_k;
-#pragma unroll 8
+    const Divisor local(shape.local_experts, p.experts);
+#pragma unroll 2
     for (u32 k = 0; k < shape.top_k; k++) {
-        const u8 rank = choices[k];
-        if (rank != NOBODY) ranks |= RankBits(1) << rank;
+        const i64 id = index_at(p.topk, p.index_bytes, u32(token), k);
+        bad |= id >= i64(p.experts);
+        if (id >= 0 && id < i64(p.experts)) ranks |= RankBits(1) << local.divide(u32(id));
     }
     return ranks;
 }
 
-// Finds the rows before each warp's chunk for each rank, and adds all to `sent`. All threads.
-__device__ inline void scan_chunks(const Shape& shape, const Shared& shared) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    constexpr u32 PER_LANE = CHUNKS * WARPS / 32;
+// A number for each rank: lane l has those of ranks l and l + 32.
+struct PerRank {
+    u32 low, high;
+
+    __device__ __forceinline__ u32 of(u32 rank) const { return __shfl_sync(~0u, (RANKS && RANKS <= 32) || rank < 32 ? low : high, rank % 32); }
+
+    __device__ __forceinline__ void add(u32 rank, u32 rows) {
+        if (threadIdx.x % 32 != rank % 32) return;
+        if ((RANKS && RANKS <= 32) || rank < 32) {
+            low += rows;
+        } else {
+            high += rows;
+        }
+    }
+};
+
+// Goes through the tokens of a chunk, before `end`, 32 at a time, with the rows before the chunk in
+// `rows`: `put(token, rank, slot)` for every token and rank, -1 where the token does not go to the
+// rank. Adds the chunk's rows. True: an id is out of range. One warp.
+template <class Put>
+__device__ __forceinline__ bool walk_chunk(const DispatchParams& p, const Shape& shape, u32 chunk, u64 end,
+                                           PerRank& rows, const Put& put) {
+    const u32 lane = threadIdx.x % 32, before = (1u << lane) - 1;
+    bool bad = false;
+#pragma unroll 1
+    for (u64 first = u64(chunk) * chunk_tokens(p); first < end; first += 32) {
+        const u64 token = first + lane;
+        const RankBits ranks = token < end ? ranks_of(p, shape, token, bad) : 0;
+#pragma unroll 1
+        for (u32 r = 0; r < shape.ranks; r++) {
+            const bool goes = ranks >> r & 1;
+            const u32 ballot = __ballot_sync(~0u, goes), base = rows.of(r);
+            if (token < end) put(token, r, goes ? i32(base + __popc(ballot & before)) : -1);
+            rows.add(r, __popc(ballot));
+        }
+    }
+    return __any_sync(~0u, bad);
+}
+
+__device__ __forceinline__ u64 chunk_end(const DispatchParams& p, u32 chunk) {
+    return min(u64(chunk + 1) * chunk_tokens(p), u64(p.tokens));
+}
+
+// The slots before a chunk.
+__device__ __forceinline__ PerRank rows_before(const Shape& shape, const Shared& shared, u32 chunk) {
+    const u32 lane = threadIdx.x % 32;
+    const u32* first = shared.chunk_first + chunk * shape.ranks;
+    return {lane < shape.ranks ? first[lane] : 0, lane + 32 < shape.ranks ? first[lane + 32] : 0};
+}
+
+// `look(chunk)` for the chunks of this block: each warp has others.
+template <class Look>
+__device__ __forceinline__ void for_own_chunks(const DispatchParams& p, const Look& look) {
+    const u32 chunks = chunks_of(p);
+    for (u32 c = threadIdx.x / 32 * gridDim.x + blockIdx.x; c < chunks; c += WARPS * gridDim.x) look(c);
+}
+
+// In a chunk's words: an id is out of range.
+constexpr u32 CHUNK_BAD = 1u << 31;
+
+// Counts the rows of this block's chunks and tells the other blocks. All threads.
+__device__ inline void count_chunks(const DispatchParams& p, const Shape& shape, const Group& group, u64* words) {
+    const u32 lane = threadIdx.x % 32;
+    for_own_chunks(p, [&](u32 chunk) {
+        PerRank rows{0, 0};
+        const bool bad = walk_chunk(p, shape, chunk, chunk_end(p, chunk), rows, [](u64, u32, i32) {});
+        const u32 flag = bad ? CHUNK_BAD : 0;
+        u64* of = words + u64(chunk) * shape.ranks;
+        if (lane < shape.ranks) st_relaxed_sys(of + lane, group.word(rows.low | flag));
+        if (lane + 32 < shape.ranks) st_relaxed_sys(of + lane + 32, group.word(rows.high | flag));
+    });
+}
+
+// Waits for what all blocks have counted. Notes the first chunk with an id out of range. False: a wait
+// gave up. All threads.
+__device__ inline bool collect_chunks(const DispatchParams& p, const Shape& shape, const Shared& shared,
+                                      const Group& group, const u64* words, u32* bad_chunk) {
+    constexpr u32 AHEAD = 4;
+    const u32 count = chunks_of(p) * shape.ranks;
+    bool here = true;
+#pragma unroll 1
+    for (u32 first = threadIdx.x; first < count; first += AHEAD * THREADS) {
+        u64 word[AHEAD];
+#pragma unroll
+        for (u32 i = 0; i < AHEAD; i++) {
+            if (first + i * THREADS < count) word[i] = ld_relaxed_sys(words + first + i * THREADS);
+        }
+#pragma unroll
+        for (u32 i = 0; i < AHEAD; i++) {
+            const u32 at = first + i * THREADS;
+            if (at >= count) continue;
+            u32 polls = 0;
+            while (here && u32(word[i] >> 32) != group.tag()) {
+                here = group.patient(polls, STAGE_BLOCKS, p.group.rank);
+                word[i] = ld_relaxed_sys(words + at);
+            }
+            if (u32(word[i]) & CHUNK_BAD) atomicMin(bad_chunk, at / shape.ranks);
+            shared.chunk_first[at] = u32(word[i]) & ~CHUNK_BAD;
+        }
+    }
+    return __syncthreads_and(here);
+}
+
+// Makes the rows of chunks the slots before them, and all of them `sent`. All threads.
+__device__ inline void place_chunks(const DispatchParams& p, const Shape& shape, const Shared& shared) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = chunks_of(p);
     for (u32 r = warp; r < shape.ranks; r += WARPS) {
-        u32 rows[PER_LANE], sum = 0;
+        u32 total = 0;
+        for (u32 first = 0; first < chunks; first += 32) {
+            const u32 at = (first + lane) * shape.ranks + r;
+            const u32 rows = first + lane < chunks ? shared.chunk_first[at] : 0;
+            u32 sum = rows;
 #pragma unroll
-        for (u32 i = 0; i < PER_LANE; i++) {
-            rows[i] = shared.warp_rows[(lane * PER_LANE + i) * shape.ranks + r];
-            sum += rows[i];
+            for (u32 step = 1; step < 32; step *= 2) {
+                const u32 lower = __shfl_up_sync(~0u, sum, step);
+                if (lane >= step) sum += lower;
+            }
+            if (first + lane < chunks) shared.chunk_first[at] = total + sum - rows;
+            total += __shfl_sync(~0u, sum, 31);
         }
-        u32 before = sum;
-#pragma unroll
-        for (u32 step = 1; step < 32; step *= 2) {
-            const u32 lower = __shfl_up_sync(~0u, before, step);
-            if (lane >= step) before += lower;
-        }
-        const u32 total = __shfl_sync(~0u, before, 31), base = shared.sent[r];
-        before += base - sum;
-#pragma unroll
-        for (u32 i = 0; i < PER_LANE; i++) {
-            shared.warp_rows[(lane * PER_LANE + i) * shape.ranks + r] = before;
-            before += rows[i];
-        }
-        __syncwarp();
-        if (lane == 0) shared.sent[r] = base + total;
+        if (lane == 0) shared.sent[r] = total;
     }
-}
-
-// Counts this rank's rows for every rank, and finds the slots of this block's tokens: every block
-// looks at all tokens, which is faster than asking the others. `bad` gets the lowest place of an id
-// out of range. All threads.
-__device__ inline void count_tokens(const DispatchParams& p, const Shape& shape, const Shared& shared, u64* bad) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Share share(p);
-    const Divisor grain(share.grain, p.tokens), blocks(share.blocks, p.tokens);
-    i32* slots = reinterpret_cast<i32*>(p.slots);
-    u8* mask = reinterpret_cast<u8*>(p.is_token_in_rank);
-    for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) shared.sent[r] = 0;
     __syncthreads();
-#pragma unroll 1
-    for (u32 first = 0; first < p.tokens; first += CHUNKS * THREADS) {
-        if (p.route_source == ROUTES_TOPK) {
-            find_ranks(p, shape, shared, first, min(p.tokens - first, CHUNKS * THREADS), bad);
-            __syncthreads();
-        }
-        RankBits ranks[CHUNKS];
-#pragma unroll
-        for (u32 c = 0; c < CHUNKS; c++) {
-            const u32 i = c * THREADS + threadIdx.x, token = first + i;
-            ranks[c] = token < p.tokens ? ranks_of(p, shape, shared, token, i) : 0;
-        }
-#pragma unroll
-        for (u32 c = 0; c < CHUNKS; c++) {
-#pragma unroll 1
-            for (u32 r = 0; r < shape.ranks; r++) {
-                const u32 ballot = __ballot_sync(~0u, ranks[c] >> r & 1);
-                if (lane == 0) shared.warp_rows[(c * WARPS + warp) * shape.ranks + r] = __popc(ballot);
-            }
-        }
-        __syncthreads();
-        scan_chunks(shape, shared);
-        __syncthreads();
-#pragma unroll
-        for (u32 c = 0; c < CHUNKS; c++) {
-            const u32 token = first + c * THREADS + threadIdx.x;
-            u32 i = 0;
-            const bool mine = token < p.tokens && share.find(token, grain, blocks, i);
-#pragma unroll 1
-            for (u32 r = 0; r < shape.ranks; r++) {
-                const bool goes = ranks[c] >> r & 1;
-                const u32 ballot = __ballot_sync(~0u, goes);
-                if (!mine) continue;
-                const u32 before = shared.warp_rows[(c * WARPS + warp) * shape.ranks + r];
-                const i32 slot = goes ? i32(before + __popc(ballot & ((1u << lane) - 1))) : -1;
-                if (p.slot_tokens) shared.slots[i * shape.ranks + r] = slot;
-                slots[u64(token) * shape.ranks + r] = slot;
-                mask[u64(token) * shape.ranks + r] = goes;
-            }
-        }
-        __syncthreads();
-    }
 }
 
-// Takes counts and slots from a handle. All threads.
+// What a handle is told of this block's chunks, when nothing is urgent. All threads.
+__device__ inline void write_slots(const DispatchParams& p, const Shape& shape, const Shared& shared) {
+    if (p.route_source == ROUTES_HANDLE) return;
+    for_own_chunks(p, [&](u32 chunk) {
+        PerRank rows = rows_before(shape, shared, chunk);
+        walk_chunk(p, shape, chunk, chunk_end(p, chunk), rows, [&](u64 token, u32 rank, i32 slot) {
+            reinterpret_cast<i32*>(p.slots)[token * shape.ranks + rank] = slot;
+            reinterpret_cast<u8*>(p.is_token_in_rank)[token * shape.ranks + rank] = slot >= 0;
+        });
+    });
+}
+
+// The slots of a handle: `[tokens][ranks]`.
+__device__ __forceinline__ const volatile i32* handle_slots(const DispatchParams& p) {
+    return reinterpret_cast<const volatile i32*>(p.routes[0]);
+}
+
+// Takes counts from a handle. All threads.
 __device__ inline void read_handle(const DispatchParams& p, const Shape& shape, const Shared& shared) {
-    const Share share(p);
-    const i32* slots = reinterpret_cast<const i32*>(p.routes[0]);
-    for (u32 i = threadIdx.x; i < p.slot_tokens * shape.ranks; i += THREADS) {
-        const u64 token = share.token(i / shape.ranks);
-        if (token < p.tokens) shared.slots[i] = slots[token * shape.ranks + i % shape.ranks];
-    }
     for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) {
         shared.sent[r] = reinterpret_cast<const u32*>(p.routes[1])[r];
     }
     __syncthreads();
 }
 
-// The slot of the block's `i`-th token, which is `token`, among the rows for `rank`.
-__device__ __forceinline__ i32 slot_of(const DispatchParams& p, const Shape& shape, const Shared& shared, u32 i,
-                                       u64 token, u32 rank) {
-    if (p.slot_tokens) return shared.slots[i * shape.ranks + rank];
-    const u64 slots = p.route_source == ROUTES_HANDLE ? p.routes[0] : p.slots;
-    return reinterpret_cast<const volatile i32*>(slots)[token * shape.ranks + rank];
+// Finds the lowest place of an id out of range in a chunk. All threads of a block.
+__device__ inline void find_bad_id(const DispatchParams& p, const Shape& shape, u32 chunk, u64* bad) {
+    const u64 end = chunk_end(p, chunk) * shape.top_k;
+    for (u64 i = u64(chunk) * chunk_tokens(p) * shape.top_k + threadIdx.x; i < end; i += THREADS) {
+        const i64 id = index_at(p.topk, p.index_bytes, u32(i / shape.top_k), u32(i % shape.top_k));
+        if (id >= i64(p.experts)) atomicMin(bad, i);
+    }
+    __syncthreads();
 }
 
 // Ids that travel along other routes are checked, too. All threads.
@@ -263,27 +281,33 @@ __device__ inline void announce_experts(const DispatchParams& p, const Shape& sh
     __syncthreads();
 }
 
-// Counts, and announces if this launch does. All blocks.
-__device__ inline void count(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
+// Counts, and announces if this launch does. False: a wait gave up. All blocks.
+__device__ inline bool count(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
     __shared__ u64 bad;
+    __shared__ u32 bad_chunk;
     const bool first = blockIdx.x == 0, last = blockIdx.x == gridDim.x - 1;
-    if (threadIdx.x == 0) bad = ~u64(0);
+    if (threadIdx.x == 0) bad = ~u64(0), bad_chunk = ~0u;
+    u64* words = p.group.state->chunk_words;
     __syncthreads();
     if (p.phases & PHASE_REJECT) {
         if (first) announce(p, shape, shared, group, bad);
-        return;
+        return true;
     }
     if (p.route_source == ROUTES_HANDLE) {
         read_handle(p, shape, shared);
     } else {
-        count_tokens(p, shape, shared, &bad);
+        count_chunks(p, shape, group, words);
+        if (!collect_chunks(p, shape, shared, group, words, &bad_chunk)) return false;
+        place_chunks(p, shape, shared);
     }
-    if (!(p.phases & PHASE_COUNT)) return;
+    if (!(p.phases & PHASE_COUNT)) return true;
     if (first) {
+        if (bad_chunk != ~0u) find_bad_id(p, shape, bad_chunk, &bad);
         if (p.route_source == ROUTES_MASK && p.topk.data) check_ids(p, shape, &bad);
         announce(p, shape, shared, group, bad);
     }
     if (last && !p.worst && p.route_source != ROUTES_HANDLE) announce_experts(p, shape, shared, group);
+    return true;
 }
 
 // First rows, from the announcements. All threads.

@@ -83,11 +83,8 @@ struct DispatchParams {
     u32 terms;
     u32 phases;
     u32 ticket;
-    // Tokens that share a flag, a unit; of the launch's blocks each has at most so many units.
+    // Tokens that share a flag, a unit: a power of two, or a multiple of 32.
     u32 grain;
-    u32 units;
-    // Tokens of a block whose slots there is shared memory for; 0: there is not enough.
-    u32 slot_tokens;
     // Blocks that send to other ranks only, the others keeping this rank's rows; 0: all do both.
     u32 remote_blocks;
     // 1: own rows and landed rows are copied to out_x; 0: they are at their place when they land.

@@ -54,10 +54,8 @@ __device__ __forceinline__ u8* out_row(const DispatchParams& p, u32 row) {
     return reinterpret_cast<u8*>(p.out_x) + row * p.out_stride;
 }
 
-// Copies one of this rank's own tokens, the block's `i`-th, from the input to the output.
-__device__ inline void keep_token(const DispatchParams& p, const Shape& shape, const Shared& shared, u32 i, u64 token) {
-    const i32 slot = slot_of(p, shape, shared, i, token, p.group.rank);
-    if (slot < 0) return;
+// Copies one of this rank's own tokens from the input to the output.
+__device__ inline void keep_token(const DispatchParams& p, const Shape& shape, const Shared& shared, i32 slot, u64 token) {
     const u32 row = shared.first_from[p.group.rank] + u32(slot);
     if (row >= p.out_rows) return;
     Travels travels;
@@ -71,16 +69,68 @@ __device__ inline void keep_token(const DispatchParams& p, const Shape& shape, c
     travels.store(p, shape, token, p.group.rank, to);
 }
 
+// A warp's way through this rank's own tokens: a few neighbours at a time.
+struct OwnTokens {
+    static constexpr u32 TOKENS = 4;
+
+    const DispatchParams& p;
+    const Shape& shape;
+    const Shared& shared;
+    // The next neighbours.
+    u32 next;
+    // Lane l has the slot of token `first + l`; those to be kept, as lanes.
+    u32 first;
+    i32 slot;
+    u32 rest;
+
+    __device__ OwnTokens(const DispatchParams& params, const Shape& s, const Shared& sh, bool any)
+        : p(params), shape(s), shared(sh), next(0), first(0), slot(-1), rest(0) {
+        next = any ? (threadIdx.x / 32 * gridDim.x + blockIdx.x) * TOKENS : p.tokens;
+        settle();
+    }
+
+    __device__ __forceinline__ bool more() const { return rest != 0; }
+
+    // Keeps one.
+    __device__ void keep() {
+        const u32 lane = __ffs(rest) - 1;
+        keep_token(p, shape, shared, __shfl_sync(~0u, slot, lane), first + lane);
+        rest &= rest - 1;
+        settle();
+    }
+
+    // Looks for some where there are.
+    __device__ void settle() {
+        const u32 lane = threadIdx.x % 32, rank = p.group.rank;
+        for (; rest == 0 && next < p.tokens; next += gridDim.x * WARPS * TOKENS) {
+            const u32 end = min(next + TOKENS, p.tokens);
+            slot = -1;
+            if (p.route_source == ROUTES_HANDLE) {
+                first = next;
+                if (first + lane < end) slot = handle_slots(p)[u64(first + lane) * shape.ranks + rank];
+            } else {
+                const u32 chunk = next / chunk_tokens(p);
+                first = next - next % 32;
+                PerRank rows = rows_before(shape, shared, chunk);
+                walk_chunk(p, shape, chunk, end, rows, [&](u64 token, u32 to, i32 at) {
+                    if (to == rank && token >= next) slot = at;
+                });
+            }
+            rest = __ballot_sync(~0u, slot >= 0);
+        }
+    }
+};
+
 // A warp's way through the units of all other ranks, ranks in turn.
 struct Arrivals {
     const DispatchParams& p;
     const Shape& shape;
     const Shared& shared;
     u32 most;
-    u64 at, step;
+    u32 at, step;
     u32 source, index;
 
-    __device__ Arrivals(const DispatchParams& params, const Shape& s, const Shared& sh, u64 first, u64 stride)
+    __device__ Arrivals(const DispatchParams& params, const Shape& s, const Shared& sh, u32 first, u32 stride)
         : p(params), shape(s), shared(sh), most(0), at(first), step(stride) {
         for (u32 r = 0; r < shape.ranks; r++) {
             if (r != p.group.rank) most = max(most, units_of(r));
@@ -93,7 +143,7 @@ struct Arrivals {
         return (shared.all.word(rank, WORD_TOKENS) + grain - 1) / grain;
     }
 
-    __device__ bool more() const { return at < u64(most) * (shape.ranks - 1); }
+    __device__ bool more() const { return at < most * (shape.ranks - 1); }
 
     __device__ void next() {
         at += step;
@@ -103,8 +153,8 @@ struct Arrivals {
     // Moves on to a unit that exists.
     __device__ void settle() {
         for (; more(); at += step) {
-            index = u32(at / (shape.ranks - 1));
-            source = (p.group.rank + 1 + u32(at % (shape.ranks - 1))) % shape.ranks;
+            index = at / (shape.ranks - 1);
+            source = (p.group.rank + 1 + at % (shape.ranks - 1)) % shape.ranks;
             if (index < units_of(source)) return;
         }
     }
@@ -133,22 +183,38 @@ __device__ inline void note_landed(const DispatchParams& p, const Landing& landi
     }
 }
 
+// This rank's own rows at their place: the handle is told their source tokens. All threads.
+__device__ inline void note_own(const DispatchParams& p, const Shape& shape, const Shared& shared) {
+    u32* src_idx = reinterpret_cast<u32*>(p.src_idx) + shared.first_from[p.group.rank];
+    if (p.route_source == ROUTES_HANDLE) {
+        const u64 threads = u64(gridDim.x) * THREADS;
+        for (u64 token = u64(blockIdx.x) * THREADS + threadIdx.x; token < p.tokens; token += threads) {
+            const i32 slot = handle_slots(p)[token * shape.ranks + p.group.rank];
+            if (slot >= 0) src_idx[slot] = u32(token);
+        }
+        return;
+    }
+    for_own_chunks(p, [&](u32 chunk) {
+        PerRank rows = rows_before(shape, shared, chunk);
+        walk_chunk(p, shape, chunk, chunk_end(p, chunk), rows, [&](u64 token, u32 rank, i32 slot) {
+            if (rank == p.group.rank && slot >= 0) src_idx[slot] = u32(token);
+        });
+    });
+}
+
 // Waits for everything that comes to this rank, and puts it and its own rows where they are wanted.
 __device__ inline void receive(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 rank = p.group.rank;
-    const Share share(p);
     const Landing landing = landing_of(p, shape, shared, group, rank);
     // The warps of a block copy a unit together; without copies each takes units of its own.
     const bool copies = p.copy_rows && !p.discard;
-    const u64 warps = u64(gridDim.x) * WARPS;
-    Arrivals arrivals(p, shape, shared, copies ? blockIdx.x : u64(warp) * gridDim.x + blockIdx.x,
+    const u32 warps = gridDim.x * WARPS;
+    Arrivals arrivals(p, shape, shared, copies ? blockIdx.x : warp * gridDim.x + blockIdx.x,
                       copies ? gridDim.x : warps);
-    // The warp's next token of the block's share.
-    u64 own = warp;
-    const auto more_own = [&] { return copies && share.token(own - own % share.grain) < p.tokens; };
+    OwnTokens own(p, shape, shared, copies);
     u32 polls = 0;
-    while (arrivals.more() || more_own()) {
+    while (arrivals.more() || own.more()) {
         u32 first = 0, end = 0;
         bool landed = false;
         if (arrivals.more()) {
@@ -166,10 +232,8 @@ __device__ inline void receive(const DispatchParams& p, const Shape& shape, cons
             }
             arrivals.next();
             polls = 0;
-        } else if (more_own()) {
-            const u64 token = share.token(own);
-            if (token < p.tokens) keep_token(p, shape, shared, u32(own), token);
-            own += WARPS;
+        } else if (own.more()) {
+            own.keep();
         } else {
             bool stay = true;
             if (lane == 0) stay = group.patient(polls, STAGE_ROWS, arrivals.source);
@@ -177,14 +241,7 @@ __device__ inline void receive(const DispatchParams& p, const Shape& shape, cons
         }
     }
     if (p.discard) return;
-    if (!p.copy_rows && p.src_idx) {
-        for (u64 i = threadIdx.x; share.token(i - i % share.grain) < p.tokens; i += THREADS) {
-            const u64 token = share.token(i);
-            if (token >= p.tokens) continue;
-            const i32 slot = slot_of(p, shape, shared, u32(i), token, rank);
-            if (slot >= 0) reinterpret_cast<u32*>(p.src_idx)[shared.first_from[rank] + u32(slot)] = u32(token);
-        }
-    }
+    if (!p.copy_rows && p.src_idx) note_own(p, shape, shared);
     if (!p.worst) return;
     // What lies behind the rows says so.
     const u64 thread = u64(blockIdx.x) * THREADS + threadIdx.x, threads = u64(gridDim.x) * THREADS;

@@ -82,10 +82,10 @@ __device__ __forceinline__ RowTarget target_in(const DispatchParams& p, const Sh
     return to;
 }
 
-// Writes the row of the block's `i`-th token to every rank it goes to; to this one only if rows are
-// not copied out.
+// Writes a token's row to every rank it goes to; to this one only if rows are not copied out. `slots`
+// are its slots.
 __device__ inline void send_token(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group,
-                                  const Share& share, u32 i, u64 token) {
+                                  const i32* slots, u64 token) {
     const u32 lane = threadIdx.x % 32;
     const u8* row = reinterpret_cast<const u8*>(p.x) + token * p.x_stride;
     Travels travels;
@@ -95,10 +95,9 @@ __device__ inline void send_token(const DispatchParams& p, const Shape& shape, c
         i32 slot = -1;
         u64 to = 0;
         u32 place = 0;
-        const bool mine = rank == p.group.rank ? share.own && !p.copy_rows : share.remote;
-        if (rank < shape.ranks && mine) {
-            slot = slot_of(p, shape, shared, i, token, rank);
-        }
+        const Crew crew(p);
+        const bool mine = rank == p.group.rank ? crew.own && !p.copy_rows : crew.remote;
+        if (rank < shape.ranks && mine) slot = slots[rank];
         if (slot >= 0) {
             place = shared.first_at[rank] + u32(slot);
             const Landing landing = landing_of(p, shape, shared, group, rank);
@@ -116,55 +115,124 @@ __device__ inline void send_token(const DispatchParams& p, const Shape& shape, c
     }
 }
 
-// Publishes the units of this block as they become complete: which rows of each rank they are. The
-// last warp.
-__device__ inline void publish(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
-    const u32 lane = threadIdx.x % 32;
-    const Share share(p);
-    for (u32 unit = 0; unit < p.units; unit++) {
-        const u32 index = share.block + unit * share.blocks;
-        const u64 begin = share.token(u64(unit) * share.grain);
-        if (begin >= p.tokens) break;
-        const u32 tokens = min(share.grain, p.tokens - u32(begin));
-        while (ld_acquire_shared(&shared.done[unit]) < tokens) __nanosleep(20);
-        __syncwarp();
-        // Rows were written by other warps, whose counts were acquired above.
-        fence_acq_rel_sys();
-        for (u32 r = 0; r < shape.ranks; r++) {
-            if (r == p.group.rank) continue;
-            u32 first = ~0u, rows = 0;
-            for (u32 at = 0; at < tokens; at += 32) {
-                const u32 i = unit * share.grain + at + lane;
-                const i32 slot = at + lane < tokens ? slot_of(p, shape, shared, i, begin + at + lane, r) : -1;
-                const u32 ballot = __ballot_sync(~0u, slot >= 0);
-                if (ballot && first == ~0u) first = __shfl_sync(~0u, slot, __ffs(ballot) - 1);
-                rows += __popc(ballot);
-            }
-            if (first == ~0u) first = 0;
-            if (lane < 2) {
-                u64* flag = group.flag(r, p.group.rank, index) + lane;
-                st_relaxed_sys(flag, group.word(lane == 0 ? first : first + rows));
-            }
+// Units of a crew are taken one after another; which, a word says: above, how many the block has taken
+// by then.
+constexpr u32 UNIT_BITS = 12, NO_UNIT = (1u << UNIT_BITS) - 1;
+
+__device__ __forceinline__ u32 unit_tokens(const DispatchParams& p, u32 unit) {
+    return min(p.grain, p.tokens - unit * p.grain);
+}
+
+// Finds the slots of a unit's tokens. One warp.
+__device__ inline void find_slots(const DispatchParams& p, const Shape& shape, const Shared& shared, u32 unit,
+                                  i32* slots) {
+    const u64 begin = u64(unit) * p.grain, end = begin + unit_tokens(p, unit);
+    if (p.route_source == ROUTES_HANDLE) {
+        const u32 count = u32(end - begin) * shape.ranks;
+        for (u32 i = threadIdx.x % 32; i < count; i += 32) slots[i] = handle_slots(p)[begin * shape.ranks + i];
+        return;
+    }
+    const u32 chunk = u32(begin / chunk_tokens(p));
+    PerRank rows = rows_before(shape, shared, chunk);
+    walk_chunk(p, shape, chunk, end, rows, [&](u64 token, u32 rank, i32 slot) {
+        if (token >= begin) slots[u32(token - begin) * shape.ranks + rank] = slot;
+    });
+}
+
+// Tells every other rank which of its rows a unit was. One warp, behind a fence that is behind the rows.
+__device__ inline void publish(const DispatchParams& p, const Shape& shape, const Group& group, u32 unit,
+                               const i32* slots) {
+    const u32 lane = threadIdx.x % 32, tokens = unit_tokens(p, unit);
+    for (u32 r = 0; r < shape.ranks; r++) {
+        if (r == p.group.rank) continue;
+        u32 first = ~0u, rows = 0;
+        for (u32 at = 0; at < tokens; at += 32) {
+            const i32 slot = at + lane < tokens ? slots[(at + lane) * shape.ranks + r] : -1;
+            const u32 ballot = __ballot_sync(~0u, slot >= 0);
+            if (ballot && first == ~0u) first = __shfl_sync(~0u, slot, __ffs(ballot) - 1);
+            rows += __popc(ballot);
+        }
+        if (first == ~0u) first = 0;
+        if (lane < 2) {
+            u64* flag = group.flag(r, p.group.rank, unit) + lane;
+            st_relaxed_sys(flag, group.word(lane == 0 ? first : first + rows));
         }
     }
 }
 
-// Sends this block's share.
+// Takes the block's next unit and lets the other warps have it; entry k % RING is that of the k-th.
+// False: there is none. One warp.
+__device__ inline bool post(const DispatchParams& p, const Shape& shape, const Shared& shared, const Crew& crew, u32 k) {
+    const u32 entry = k % RING, unit = crew.take(p, k);
+    const bool exists = u64(unit) * p.grain < p.tokens;
+    if (exists) find_slots(p, shape, shared, unit, shared.slots + entry * p.grain * shape.ranks);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        shared.done[entry] = 0;
+        st_release_shared(&shared.posted[entry], (k + 1) << UNIT_BITS | (exists ? unit : NO_UNIT));
+    }
+    __syncwarp();
+    return exists;
+}
+
+// Takes units for the block's other warps and publishes those whose tokens were all sent, after which
+// their entries are used again. The last warp.
+__device__ inline void lead(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
+    const Crew crew(p);
+    // Units that were taken, and published.
+    u32 taken = 0, published = 0;
+    bool more = true;
+    while (more || published < taken) {
+        if (more && taken - published < RING) {
+            more = post(p, shape, shared, crew, taken);
+            taken += more;
+        }
+        u32 complete = published;
+        for (; complete < taken; complete++) {
+            const u32 unit = shared.posted[complete % RING] & NO_UNIT;
+            if (ld_acquire_shared(&shared.done[complete % RING]) < unit_tokens(p, unit)) break;
+        }
+        // All lanes have read the counts before they are cleared.
+        __syncwarp();
+        if (complete == published) {
+            __nanosleep(20);
+            continue;
+        }
+        // Rows were written by other warps, whose counts were acquired above.
+        if (crew.remote) fence_acq_rel_sys();
+        for (; published < complete; published++) {
+            const u32 entry = published % RING;
+            const i32* slots = shared.slots + entry * p.grain * shape.ranks;
+            if (crew.remote) publish(p, shape, group, shared.posted[entry] & NO_UNIT, slots);
+        }
+        __syncwarp();
+    }
+}
+
+// Sends this block's units.
 __device__ inline void move(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (u32 i = threadIdx.x; i < p.units; i += THREADS) shared.done[i] = 0;
+    if (threadIdx.x < RING) shared.posted[threadIdx.x] = 0;
     __syncthreads();
-    const Share share(p);
     if (warp == DATA_WARPS) {
-        if (share.remote) publish(p, shape, shared, group);
+        lead(p, shape, shared, group);
         return;
     }
-    for (u64 i = warp; share.token(i - i % share.grain) < p.tokens; i += DATA_WARPS) {
-        const u64 token = share.token(i);
-        if (token >= p.tokens) continue;
-        send_token(p, shape, shared, group, share, u32(i), token);
-        __syncwarp();
-        if (lane == 0) red_release_shared(&shared.done[i / share.grain], 1);
+    for (u32 k = 0;; k++) {
+        u32 word;
+        while ((word = ld_acquire_shared(&shared.posted[k % RING])) >> UNIT_BITS <= k) __nanosleep(20);
+        const u32 unit = word & NO_UNIT;
+        // A unit that has left the ring was done without this warp.
+        const bool gone = word >> UNIT_BITS != k + 1;
+        if (!gone && unit == NO_UNIT) return;
+        // The warp that has a unit's first token is another one for each.
+        for (u32 i = (warp + k * (DATA_WARPS - p.grain % DATA_WARPS)) % DATA_WARPS; !gone; i += DATA_WARPS) {
+            if (i >= unit_tokens(p, unit)) break;
+            const i32* slots = shared.slots + (k % RING * p.grain + i) * shape.ranks;
+            send_token(p, shape, shared, group, slots, u64(unit) * p.grain + i);
+            __syncwarp();
+            if (lane == 0) red_release_shared(&shared.done[k % RING], 1);
+        }
     }
 }
 

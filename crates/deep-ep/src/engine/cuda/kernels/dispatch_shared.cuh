@@ -8,9 +8,6 @@ constexpr u32 THREADS = 512;
 constexpr u32 WARPS = THREADS / 32;
 // The last warp publishes what the others have sent.
 constexpr u32 DATA_WARPS = WARPS - 1;
-// Tokens that a thread looks at before anybody waits.
-constexpr u32 CHUNKS = 4;
-
 // Division by a number that is not known to the compiler.
 struct Divisor {
     u32 by, factor;
@@ -37,6 +34,16 @@ struct Shape {
           local_experts(p.experts / ranks) {}
 };
 
+// Units that a block has taken at a time: those that its warps work on, and the next.
+constexpr u32 RING = 4;
+
+// Tokens are counted by chunks, of a unit or of 32 tokens if that is more; a unit of less is a part of
+// a chunk. The host makes so few that there are words for them.
+__device__ __forceinline__ u32 chunk_tokens(const DispatchParams& p) { return max(p.grain, 32u); }
+__device__ __forceinline__ u32 chunks_of(const DispatchParams& p) {
+    return (p.tokens + chunk_tokens(p) - 1) / chunk_tokens(p);
+}
+
 // Dynamic shared memory. `shared_bytes` in engine/dispatch/plan.rs sizes it.
 struct Shared {
     Announced all;
@@ -45,14 +52,14 @@ struct Shared {
     // `[ranks]`: this rank's first row at each rank, and each rank's first row here.
     u32* first_at;
     u32* first_from;
-    // `[units]`: tokens of each unit of this block that were sent.
+    // `[RING]`: the units that this block has taken, and how many of their tokens were sent.
+    u32* posted;
     u32* done;
-    // `[slot_tokens][ranks]`: slots of this block's tokens; without room for them they are read
-    // where they were written, in the handle.
+    // `[RING][grain][ranks]`: the slots of their tokens.
     i32* slots;
-    // `[CHUNKS * WARPS][ranks]`
-    u32* warp_rows;
-    // `[experts]`, at the same place: it is used later.
+    // `[chunks][ranks]`: the slots before each chunk.
+    u32* chunk_first;
+    // `[experts]`
     u32* experts;
     // i32 `[ranks, ranks]` in device memory, of a handle.
     const i32* own_prefix;
@@ -73,15 +80,12 @@ struct Shared {
         sent = take(shape.ranks);
         first_at = take(shape.ranks);
         first_from = take(shape.ranks + 1);
-        done = take(p.units);
-        slots = reinterpret_cast<i32*>(take(p.slot_tokens * shape.ranks));
-        warp_rows = experts = at;
+        posted = take(RING);
+        done = take(RING);
+        slots = reinterpret_cast<i32*>(take(RING * p.grain * shape.ranks));
+        chunk_first = at;
+        experts = at + chunks_of(p) * shape.ranks;
         own_prefix = reinterpret_cast<const i32*>(p.routes[2]);
-    }
-
-    // `[CHUNKS * THREADS][top_k]`: the rank of each choice, behind everything else.
-    __device__ __forceinline__ u8* choice_ranks(const DispatchParams& p, const Shape& shape) const {
-        return reinterpret_cast<u8*>(warp_rows + max(CHUNKS * WARPS * shape.ranks, p.experts));
     }
 
     // Rows that the handle says come from `source`.
@@ -92,15 +96,15 @@ struct Shared {
     }
 };
 
-// The tokens of a block: units of p.grain neighbours, in turn with the other blocks that do the
-// same. With p.remote_blocks that many blocks send to other ranks, and the rest keep this rank's own
-// rows: stores over a link and to memory hold each other up less on different SMs.
-struct Share {
-    u32 grain, block, blocks;
+// The blocks that take units in turn. With p.remote_blocks that many blocks send to other ranks, and the
+// rest keep this rank's own rows: stores over a link and to memory hold each other up less on different
+// SMs. The first unit of a block is fixed; who is faster takes more of the rest, since links do not
+// serve all SMs alike.
+struct Crew {
+    u32 block, blocks;
     bool remote, own;
 
-    __device__ explicit Share(const DispatchParams& p)
-        : grain(p.grain), block(blockIdx.x), blocks(gridDim.x), remote(true), own(true) {
+    __device__ explicit Crew(const DispatchParams& p) : block(blockIdx.x), blocks(gridDim.x), remote(true), own(true) {
         if (p.remote_blocks == 0) return;
         remote = blockIdx.x < p.remote_blocks;
         own = !remote;
@@ -108,16 +112,12 @@ struct Share {
         if (own) block -= p.remote_blocks;
     }
 
-    // The block's `i`-th token; it is past the last one where there is none.
-    __device__ __forceinline__ u64 token(u64 i) const {
-        return (block + i / grain * blocks) * u64(grain) + i % grain;
-    }
-
-    // Which of this block's tokens it is; false if it is another block's.
-    __device__ __forceinline__ bool find(u32 token, const Divisor& by_grain, const Divisor& by_blocks, u32& i) const {
-        const u32 unit = by_grain.divide(token), turn = by_blocks.divide(unit);
-        i = turn * grain + token - unit * grain;
-        return unit - turn * blocks == block;
+    // The block's next unit, of which it had so many; past the last one if there is none. One warp.
+    __device__ __forceinline__ u32 take(const DispatchParams& p, u32 had) const {
+        if (had == 0) return block;
+        u32 before = 0;
+        if (threadIdx.x % 32 == 0) before = atomicAdd(&p.group.state->taken[remote ? 0 : 1], 1);
+        return blocks + __shfl_sync(~0u, before, 0);
     }
 };
 

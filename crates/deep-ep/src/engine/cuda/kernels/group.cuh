@@ -75,14 +75,17 @@ struct CallState {
     u64 calls;
     // Ranks that a wait gave up on.
     u64 missing;
-    // Lowest place of an expert id out of range; all ones: there is none.
-    u64 bad_id;
+    // Tagged words in which the blocks of a high-throughput launch tell each other what they counted.
+    u64* chunk_words;
     // Blocks at the grid barrier. Zero between launches.
     u32 arrived;
     // Blocks that are done, and LEFT_EARLY if a wait gave up. Zero between launches.
     u32 left;
     // Stage in which a wait gave up, or STAGE_NONE.
     u32 failed;
+    // Units that were taken by blocks that send to other ranks, or do everything, and by the rest. Zero
+    // between launches.
+    u32 taken[2];
     u32 reserved;
 };
 
@@ -315,6 +318,7 @@ __device__ inline void leave(const Group& group) {
     fence_acq_rel_gpu();
     p.state->arrived = 0;
     p.state->left = 0;
+    p.state->taken[0] = p.state->taken[1] = 0;
     if (left & LEFT_EARLY) report_failure(p);
     if (p.advance) {
         p.state->calls = group.call;

@@ -94,6 +94,12 @@ __device__ __forceinline__ void red_release_shared(u32* address, u32 value) {
     asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
 }
 
+// Stores a word in shared memory; what this thread wrote comes before, for its block.
+__device__ __forceinline__ void st_release_shared(u32* address, u32 value) {
+    const u32 shared = static_cast<u32>(__cvta_generic_to_shared(address));
+    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ u32 ld_acquire_shared(const u32* address) {
     u32 value;
     const u32 shared = static_cast<u32>(__cvta_generic_to_shared(address));

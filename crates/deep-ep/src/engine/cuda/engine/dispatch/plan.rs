@@ -32,14 +32,14 @@ use crate::{
 const THREADS: u32 = 512;
 /// Choices of a token that travel, at most: one for each lane of a warp.
 pub(in crate::engine::cuda::engine) const MAX_TOP_K: u32 = 32;
-/// Warps of a block.
-const WARPS: u64 = 16;
-/// Tokens that a thread looks at before anybody waits, as in dispatch.cu.
-const CHUNKS: u64 = 4;
+/// Units that a block has taken at a time, and tokens of a chunk at least, as in dispatch_shared.cuh.
+const RING: u64 = 4;
+const CHUNK: u32 = 32;
 /// From so many blocks on, some send to other ranks and the rest keep this rank's rows.
 const CREWS_FROM: u32 = 20;
-/// Slots that a block keeps in shared memory at most.
-const SLOTS: usize = 8192;
+/// Tokens that share a flag where rows are at their place when they land, and where the warps of a block
+/// copy them out together.
+const GRAINS: [u32; 2] = [8, 16];
 
 /// SMs of a call: in all, and of each half.
 #[derive(Debug, Clone, Copy)]
@@ -99,8 +99,6 @@ pub(super) fn blank(group: GroupParams) -> DispatchParams {
         phases: 0,
         ticket: 0,
         grain: 1,
-        units: 1,
-        slot_tokens: 0,
         remote_blocks: 0,
         copy_rows: 0,
         discard: 0,
@@ -111,20 +109,15 @@ pub(super) fn blank(group: GroupParams) -> DispatchParams {
 /// Bytes of dynamic shared memory, see `Shared` in dispatch.cu.
 fn shared_bytes(params: &DispatchParams) -> u64 {
     let ranks = u64::from(params.group.ranks);
+    let chunks = params.tokens.div_ceil(params.grain.max(CHUNK));
     let words = ranks * (ANNOUNCE_WORDS + 2 * ranks)
         + 3 * ranks
         + 1
-        + u64::from(params.units)
-        + u64::from(params.slot_tokens) * ranks
-        + (CHUNKS * WARPS * ranks).max(params.experts.into());
-    let choices = match params.route_source {
-        route_source::TOPK => {
-            let tokens = u64::from(params.tokens).min(CHUNKS * u64::from(THREADS));
-            tokens * u64::from(params.top_k)
-        }
-        _ => 0,
-    };
-    words * 4 + choices
+        + 2 * RING
+        + RING * u64::from(params.grain) * ranks
+        + u64::from(chunks) * ranks
+        + u64::from(params.experts);
+    words * 4
 }
 
 /// The kernel for a launch of so many blocks, its shape, and what of the parameters depends on them.
@@ -140,19 +133,12 @@ pub(super) fn prepare(
     } else {
         0
     };
-    // The smaller crew has the longer shares.
-    let crew = match params.remote_blocks {
-        0 => blocks,
-        remote => remote.min(blocks - remote),
-    };
-    params.units = params.tokens.div_ceil(params.grain).div_ceil(crew).max(1);
-    let tokens = params.units as usize * params.grain as usize;
-    let fits = tokens * core.ranks <= SLOTS;
-    params.slot_tokens = if fits { tokens as u32 } else { 0 };
     let key = keys::dispatch(params.group.ranks, params.top_k, params.row_bytes);
     let function = core.kernels.get(key, c"dispatch")?;
     let bytes = shared_bytes(&params);
-    let shape = core.kernels.shape(blocks, THREADS, bytes, "num_experts")?;
+    let shape = core
+        .kernels
+        .shape(blocks, THREADS, bytes, "x (tokens) or num_experts")?;
     Ok((function, shape, params))
 }
 
@@ -243,7 +229,7 @@ pub(super) fn describe(
         (Landing::Caller, _) | (Landing::Loan, 0) => send_sms,
         (Landing::Loan, remote) => remote,
     };
-    params.grain = grain(tokens as u32, senders);
+    params.grain = grain(tokens as u32, senders, input.landing);
     Ok(params)
 }
 
@@ -256,16 +242,20 @@ fn remote_blocks(core: &Core, blocks: u32) -> u32 {
     }
 }
 
-/// Tokens that share a flag: about 32, so that all blocks have as many units, and no more units
-/// than there are flags.
-fn grain(tokens: u32, blocks: u32) -> u32 {
-    let each = tokens
-        .div_ceil(32 * blocks)
-        .clamp(1, (FLAGS as u32 / blocks).max(1));
-    tokens
-        .div_ceil(blocks * each)
-        .max(tokens.div_ceil(FLAGS as u32))
-        .max(1)
+/// Tokens that share a flag: so few that blocks end at the same time, and so many that there are flags
+/// for all.
+fn grain(tokens: u32, blocks: u32, landing: Landing) -> u32 {
+    let [loan, caller] = GRAINS;
+    let wanted = match landing {
+        Landing::Loan => loan,
+        Landing::Caller => caller,
+    };
+    let each = tokens.div_ceil(blocks).clamp(1, wanted);
+    let least = tokens.div_ceil(FLAGS as u32).max(1);
+    match each.max(least) {
+        few @ ..CHUNK => few.next_power_of_two(),
+        many => many.next_multiple_of(CHUNK),
+    }
 }
 
 fn terms(input: &DispatchInput<'_>, params: &DispatchParams, topk: Option<&Tensor<'_>>) -> Terms {

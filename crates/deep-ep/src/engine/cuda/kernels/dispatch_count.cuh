@@ -19,7 +19,7 @@ __device__ inline RankBits ranks_of(const DispatchParams& p, const Shape& shape,
         return ranks;
     }
     const Divisor local(shape.local_experts, p.experts);
-#pragma unroll 2
+#pragma unroll 8
     for (u32 k = 0; k < shape.top_k; k++) {
         const i64 id = index_at(p.topk, p.index_bytes, u32(token), k);
         bad |= id >= i64(p.experts);

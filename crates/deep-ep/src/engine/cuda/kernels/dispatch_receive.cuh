@@ -69,6 +69,9 @@ __device__ inline void keep_token(const DispatchParams& p, const Shape& shape, c
     travels.store(p, shape, token, p.group.rank, to);
 }
 
+// Where a warp begins that has nothing to do.
+constexpr u32 NOTHING = 1u << 29;
+
 // A warp's way through this rank's own tokens: a few neighbours at a time.
 struct OwnTokens {
     static constexpr u32 TOKENS = 4;
@@ -83,9 +86,12 @@ struct OwnTokens {
     i32 slot;
     u32 rest;
 
-    __device__ OwnTokens(const DispatchParams& params, const Shape& s, const Shared& sh, bool any)
-        : p(params), shape(s), shared(sh), next(0), first(0), slot(-1), rest(0) {
-        next = any ? (threadIdx.x / 32 * gridDim.x + blockIdx.x) * TOKENS : p.tokens;
+    // In steps of so many neighbours.
+    u32 step;
+
+    // Warp `warp` of so many.
+    __device__ OwnTokens(const DispatchParams& params, const Shape& s, const Shared& sh, u32 warp, u32 warps)
+        : p(params), shape(s), shared(sh), next(warp * TOKENS), first(0), slot(-1), rest(0), step(warps * TOKENS) {
         settle();
     }
 
@@ -102,7 +108,7 @@ struct OwnTokens {
     // Looks for some where there are.
     __device__ void settle() {
         const u32 lane = threadIdx.x % 32, rank = p.group.rank;
-        for (; rest == 0 && next < p.tokens; next += gridDim.x * WARPS * TOKENS) {
+        for (; rest == 0 && next < p.tokens; next += step) {
             const u32 end = min(next + TOKENS, p.tokens);
             slot = -1;
             if (p.route_source == ROUTES_HANDLE) {
@@ -207,12 +213,15 @@ __device__ inline void receive(const DispatchParams& p, const Shape& shape, cons
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 rank = p.group.rank;
     const Landing landing = landing_of(p, shape, shared, group, rank);
-    // The warps of a block copy a unit together; without copies each takes units of its own.
     const bool copies = p.copy_rows && !p.discard;
-    const u32 warps = gridDim.x * WARPS;
-    Arrivals arrivals(p, shape, shared, copies ? blockIdx.x : warp * gridDim.x + blockIdx.x,
-                      copies ? gridDim.x : warps);
-    OwnTokens own(p, shape, shared, copies);
+    // The blocks that copy.
+    const Crew crew(p);
+    const bool crews = copies && p.remote_blocks != 0, idle = crews && crew.remote;
+    const u32 block = crews ? crew.block : blockIdx.x, blocks = crews ? crew.blocks : gridDim.x;
+    // The warps of a block copy a unit together; without copies each takes units of its own.
+    const u32 warps = blocks * WARPS, one = warp * blocks + block;
+    Arrivals arrivals(p, shape, shared, idle ? NOTHING : copies ? block : one, copies ? blocks : warps);
+    OwnTokens own(p, shape, shared, copies && !idle ? one : NOTHING, warps);
     u32 polls = 0;
     while (arrivals.more() || own.more()) {
         u32 first = 0, end = 0;

@@ -212,6 +212,8 @@ __device__ inline void lead(const DispatchParams& p, const Shape& shape, const S
 // Sends this block's units.
 __device__ inline void move(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // Where rows are copied, those who do so have nothing to send.
+    if (p.copy_rows && !Crew(p).remote) return;
     if (threadIdx.x < RING) shared.posted[threadIdx.x] = 0;
     __syncthreads();
     if (warp == DATA_WARPS) {

@@ -37,9 +37,10 @@ const RING: u64 = 4;
 const CHUNK: u32 = 32;
 /// From so many blocks on, some send to other ranks and the rest keep this rank's rows.
 const CREWS_FROM: u32 = 20;
-/// Tokens that share a flag where rows are at their place when they land, and where the warps of a block
-/// copy them out together.
-const GRAINS: [u32; 2] = [8, 16];
+/// The same where rows are copied.
+const COPIERS_FROM: u32 = 6;
+/// Bytes of rows that share a flag, about: with fewer, finding slots and fences take longer than sending.
+const UNIT_BYTES: u32 = 16 * 14336;
 
 /// SMs of a call: in all, and of each half.
 #[derive(Debug, Clone, Copy)]
@@ -127,11 +128,12 @@ pub(super) fn prepare(
     blocks: u32,
 ) -> Result<(Arc<Function>, Shape, DispatchParams)> {
     let mut params = *params;
-    let keeps = params.phases & phase::MOVE != 0 && params.copy_rows == 0;
-    params.remote_blocks = if keeps {
-        remote_blocks(core, blocks)
-    } else {
-        0
+    let copies = params.copy_rows != 0;
+    let all = phase::MOVE | phase::RECEIVE;
+    params.remote_blocks = match params.phases & all {
+        phase::MOVE if copies => 0,
+        phase::RECEIVE | 0 => 0,
+        _ => remote_blocks(core, blocks, copies),
     };
     let key = keys::dispatch(params.group.ranks, params.top_k, params.row_bytes);
     let function = core.kernels.get(key, c"dispatch")?;
@@ -225,31 +227,30 @@ pub(super) fn describe(
     }
     params.experts = experts as u32;
     params.terms = terms(input, &params, topk.as_ref()).word();
-    let senders = match (input.landing, remote_blocks(core, send_sms)) {
-        (Landing::Caller, _) | (Landing::Loan, 0) => send_sms,
-        (Landing::Loan, remote) => remote,
+    let senders = match remote_blocks(core, send_sms, input.landing == Landing::Caller) {
+        0 => send_sms,
+        remote => remote,
     };
-    params.grain = grain(tokens as u32, senders, input.landing);
+    params.grain = grain(&params, senders);
     Ok(params)
 }
 
-/// Blocks of a launch that send to other ranks only, while the rest keep this rank's rows; 0: all do
-/// both.
-fn remote_blocks(core: &Core, blocks: u32) -> u32 {
-    match core.ranks > 1 && blocks >= CREWS_FROM {
-        true => blocks / 2,
-        false => 0,
+/// Blocks of a launch that send to other ranks only, while the rest keep this rank's rows, or copy them
+/// and those that land; 0: all do everything. A link is full with a third of what copies need.
+fn remote_blocks(core: &Core, blocks: u32, copies: bool) -> u32 {
+    match copies {
+        _ if core.ranks == 1 => 0,
+        true if blocks >= COPIERS_FROM => blocks / 3,
+        false if blocks >= CREWS_FROM => blocks / 2,
+        _ => 0,
     }
 }
 
 /// Tokens that share a flag: so few that blocks end at the same time, and so many that there are flags
 /// for all.
-fn grain(tokens: u32, blocks: u32, landing: Landing) -> u32 {
-    let [loan, caller] = GRAINS;
-    let wanted = match landing {
-        Landing::Loan => loan,
-        Landing::Caller => caller,
-    };
+fn grain(params: &DispatchParams, blocks: u32) -> u32 {
+    let tokens = params.tokens;
+    let wanted = (UNIT_BYTES / params.row_bytes.max(1)).clamp(8, CHUNK);
     let each = tokens.div_ceil(blocks).clamp(1, wanted);
     let least = tokens.div_ceil(FLAGS as u32).max(1);
     match each.max(least) {

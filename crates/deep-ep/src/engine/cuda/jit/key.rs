@@ -3,11 +3,12 @@
 use crate::engine::cuda::driver::nvrtc::Program;
 
 /// Texts that programs may include.
-const HEADERS: [(&str, &str); 16] = [
+const HEADERS: [(&str, &str); 17] = [
     ("ptx.cuh", include_str!("../kernels/ptx.cuh")),
     ("group.cuh", include_str!("../kernels/group.cuh")),
     ("announce.cuh", include_str!("../kernels/announce.cuh")),
     ("rows.cuh", include_str!("../kernels/rows.cuh")),
+    ("units.cuh", include_str!("../kernels/units.cuh")),
     ("sum.cuh", include_str!("../kernels/sum.cuh")),
     ("fp8.cuh", include_str!("../kernels/fp8.cuh")),
     ("logfmt.cuh", include_str!("../kernels/logfmt.cuh")),

@@ -115,10 +115,6 @@ __device__ inline void send_token(const DispatchParams& p, const Shape& shape, c
     }
 }
 
-// Units of a crew are taken one after another; which, a word says: above, how many the block has taken
-// by then.
-constexpr u32 UNIT_BITS = 12, NO_UNIT = (1u << UNIT_BITS) - 1;
-
 __device__ __forceinline__ u32 unit_tokens(const DispatchParams& p, u32 unit) {
     return min(p.grain, p.tokens - unit * p.grain);
 }
@@ -160,80 +156,44 @@ __device__ inline void publish(const DispatchParams& p, const Shape& shape, cons
     }
 }
 
-// Takes the block's next unit and lets the other warps have it; entry k % RING is that of the k-th.
-// False: there is none. One warp.
-__device__ inline bool post(const DispatchParams& p, const Shape& shape, const Shared& shared, const Crew& crew, u32 k) {
-    const u32 entry = k % RING, unit = crew.take(p, k);
-    const bool exists = u64(unit) * p.grain < p.tokens;
-    if (exists) find_slots(p, shape, shared, unit, shared.slots + entry * p.grain * shape.ranks);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-        shared.done[entry] = 0;
-        st_release_shared(&shared.posted[entry], (k + 1) << UNIT_BITS | (exists ? unit : NO_UNIT));
-    }
-    __syncwarp();
-    return exists;
-}
-
-// Takes units for the block's other warps and publishes those whose tokens were all sent, after which
-// their entries are used again. The last warp.
-__device__ inline void lead(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
+// Takes units for the other warps and publishes them. The last warp.
+__device__ inline void lead_units(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
     const Crew crew(p);
-    // Units that were taken, and published.
-    u32 taken = 0, published = 0;
-    bool more = true;
-    while (more || published < taken) {
-        if (more && taken - published < RING) {
-            more = post(p, shape, shared, crew, taken);
-            taken += more;
-        }
-        u32 complete = published;
-        for (; complete < taken; complete++) {
-            const u32 unit = shared.posted[complete % RING] & NO_UNIT;
-            if (ld_acquire_shared(&shared.done[complete % RING]) < unit_tokens(p, unit)) break;
-        }
-        // All lanes have read the counts before they are cleared.
-        __syncwarp();
-        if (complete == published) {
-            __nanosleep(20);
-            continue;
-        }
-        // Rows were written by other warps, whose counts were acquired above.
-        if (crew.remote) fence_acq_rel_sys();
-        for (; published < complete; published++) {
-            const u32 entry = published % RING;
-            const i32* slots = shared.slots + entry * p.grain * shape.ranks;
-            if (crew.remote) publish(p, shape, group, shared.posted[entry] & NO_UNIT, slots);
-        }
-        __syncwarp();
-    }
+    const auto slots = [&](u32 k) { return shared.slots + k % RING * p.grain * shape.ranks; };
+    lead(
+        shared.ring,
+        [&](u32 k) {
+            const u32 unit = crew.take(p, k);
+            if (u64(unit) * p.grain >= p.tokens) return NO_UNIT;
+            find_slots(p, shape, shared, unit, slots(k));
+            return unit;
+        },
+        [&](u32 unit) { return unit_tokens(p, unit); },
+        [&](u32 k, u32 unit) {
+            if (crew.remote) publish(p, shape, group, unit, slots(k));
+        });
 }
 
 // Sends this block's units.
 __device__ inline void move(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 warp = threadIdx.x / 32;
     // Where rows are copied, those who do so have nothing to send.
     if (p.copy_rows && !Crew(p).remote) return;
-    if (threadIdx.x < RING) shared.posted[threadIdx.x] = 0;
+    shared.ring.clear();
     __syncthreads();
     if (warp == DATA_WARPS) {
-        lead(p, shape, shared, group);
+        lead_units(p, shape, shared, group);
         return;
     }
-    for (u32 k = 0;; k++) {
-        u32 word;
-        while ((word = ld_acquire_shared(&shared.posted[k % RING])) >> UNIT_BITS <= k) __nanosleep(20);
-        const u32 unit = word & NO_UNIT;
-        // A unit that has left the ring was done without this warp.
-        const bool gone = word >> UNIT_BITS != k + 1;
-        if (!gone && unit == NO_UNIT) return;
+    u32 unit;
+    bool gone;
+    for (u32 k = 0; shared.ring.wait(k, unit, gone); k++) {
         // The warp that has a unit's first token is another one for each.
         for (u32 i = (warp + k * (DATA_WARPS - p.grain % DATA_WARPS)) % DATA_WARPS; !gone; i += DATA_WARPS) {
             if (i >= unit_tokens(p, unit)) break;
             const i32* slots = shared.slots + (k % RING * p.grain + i) * shape.ranks;
             send_token(p, shape, shared, group, slots, u64(unit) * p.grain + i);
-            __syncwarp();
-            if (lane == 0) red_release_shared(&shared.done[k % RING], 1);
+            shared.ring.finish(k);
         }
     }
 }

@@ -3,6 +3,7 @@
 
 #include "announce.cuh"
 #include "dispatch_params.cuh"
+#include "units.cuh"
 
 constexpr u32 THREADS = 512;
 constexpr u32 WARPS = THREADS / 32;
@@ -34,9 +35,6 @@ struct Shape {
           local_experts(p.experts / ranks) {}
 };
 
-// Units that a block has taken at a time: those that its warps work on, and the next.
-constexpr u32 RING = 4;
-
 // Tokens are counted by chunks, of a unit or of 32 tokens if that is more; a unit of less is a part of
 // a chunk. The host makes so few that there are words for them.
 __device__ __forceinline__ u32 chunk_tokens(const DispatchParams& p) { return max(p.grain, 32u); }
@@ -52,9 +50,7 @@ struct Shared {
     // `[ranks]`: this rank's first row at each rank, and each rank's first row here.
     u32* first_at;
     u32* first_from;
-    // `[RING]`: the units that this block has taken, and how many of their tokens were sent.
-    u32* posted;
-    u32* done;
+    Ring ring;
     // `[RING][grain][ranks]`: the slots of their tokens.
     i32* slots;
     // `[chunks][ranks]`: the slots before each chunk.
@@ -80,8 +76,8 @@ struct Shared {
         sent = take(shape.ranks);
         first_at = take(shape.ranks);
         first_from = take(shape.ranks + 1);
-        posted = take(RING);
-        done = take(RING);
+        ring.posted = take(RING);
+        ring.done = take(RING);
         slots = reinterpret_cast<i32*>(take(RING * p.grain * shape.ranks));
         chunk_first = at;
         experts = at + chunks_of(p) * shape.ranks;
@@ -98,8 +94,7 @@ struct Shared {
 
 // The blocks that take units in turn. With p.remote_blocks that many blocks send to other ranks, and the
 // rest keep this rank's own rows, or copy: stores over a link and to memory hold each other up less on
-// different SMs. The first unit of a block is fixed; who is faster takes more of the rest, since links do not
-// serve all SMs alike.
+// different SMs. The first unit of a block is fixed.
 struct Crew {
     u32 block, blocks;
     bool remote, own;
@@ -114,10 +109,7 @@ struct Crew {
 
     // The block's next unit, of which it had so many; past the last one if there is none. One warp.
     __device__ __forceinline__ u32 take(const DispatchParams& p, u32 had) const {
-        if (had == 0) return block;
-        u32 before = 0;
-        if (threadIdx.x % 32 == 0) before = atomicAdd(&p.group.state->taken[remote ? 0 : 1], 1);
-        return blocks + __shfl_sync(~0u, before, 0);
+        return had == 0 ? block : blocks + take_unit(p.group, remote ? 0 : 1);
     }
 };
 

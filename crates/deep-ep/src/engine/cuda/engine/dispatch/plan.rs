@@ -32,7 +32,8 @@ use crate::{
 const THREADS: u32 = 512;
 /// Choices of a token that travel, at most: one for each lane of a warp.
 pub(in crate::engine::cuda::engine) const MAX_TOP_K: u32 = 32;
-/// Units that a block has taken at a time, and tokens of a chunk at least, as in dispatch_shared.cuh.
+/// Units that a block has taken at a time, as in units.cuh, and tokens of a chunk at least, as in
+/// dispatch_shared.cuh.
 const RING: u64 = 4;
 const CHUNK: u32 = 32;
 /// From so many blocks on, some send to other ranks and the rest keep this rank's rows.

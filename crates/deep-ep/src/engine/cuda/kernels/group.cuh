@@ -108,6 +108,8 @@ struct Report {
     u8 text[TEXT_BYTES];
 };
 
+constexpr u32 SEEN_SMS_WORDS = 8;
+
 struct GroupParams {
     // Where this GPU sees the region of every rank: u64[ranks] in device memory.
     const u64* bases;
@@ -117,6 +119,8 @@ struct GroupParams {
     Report* report;
     // In pinned memory: a bit for every rank that the host has seen go.
     const u64* gone;
+    // A bit for every SM that a block of a high-throughput launch ran on. 0 but in tests.
+    u64* seen_sms;
     // Nanoseconds that a wait may take.
     u64 timeout;
     // Offsets in every region: the abort word; `[ranks]` for whom each rank waited when it gave up, and
@@ -321,6 +325,7 @@ __device__ inline void leave(const Group& group) {
     __syncthreads();
     if (threadIdx.x != 0) return;
     const GroupParams& p = group.p;
+    if (p.seen_sms) atomicOr(p.seen_sms + smid() / 64 % SEEN_SMS_WORDS, u64(1) << smid() % 64);
     fence_acq_rel_gpu();
     const u32 left = atomicAdd(&p.state->left, 1);
     if ((left & ~LEFT_EARLY) != gridDim.x - 1) return;

@@ -153,6 +153,23 @@ fn a_rank_that_panics_between_any_two_steps_is_named_at_once() {
     }
 }
 
+/// A deadline that passes ends one group, and neither the process nor its GPU.
+#[test]
+fn after_a_deadline_new_buffers_work_in_the_same_process() {
+    for kind in Kind::ALL {
+        for (error, took) in errors_when_the_victim_stops_at(kind, STEPS[0]) {
+            assert_eq!(work::ranks_named(&error), [VICTIM], "{error}");
+            assert!(took < Duration::from_secs(3), "{took:?}: {error}");
+        }
+        let outcomes = on_ranks(RANKS, &config(Duration::from_secs(10)), |buffer| {
+            for (call, kind) in Kind::ALL.into_iter().cycle().take(9).enumerate() {
+                work::round(&buffer, kind, call as u64, &mut |_| ()).unwrap();
+            }
+        });
+        outcomes.into_iter().for_each(|outcome| outcome.unwrap());
+    }
+}
+
 #[test]
 fn the_deadline_comes_from_the_environment() {
     let mut players = Cast {

@@ -12,7 +12,8 @@ Exit status: 0 if everything that ran passed, 1 if not, 2 if the options make no
 
   --quick          leave out the random cases, the large ones and most benchmarks; shorter limits
   --only PATTERN   only what matches this extended regular expression; names are as --list prints them
-  --sanitize       also compute-sanitizer: memcheck, racecheck and initcheck of a few cases
+  --sanitize       also compute-sanitizer: memcheck, racecheck and initcheck of small calls of every kind,
+                   and of a kernel with a planted fault, which each must find
   --limit SECONDS  time limit of a test (300; with --quick 60)
   --out FOLDER     where everything is written (results/<date> beside this script)
   --list           print the names of what would run
@@ -69,12 +70,23 @@ tests_of() { # suite pattern
         grep -E -e "$2" | sed "s/^/$1::/"
 }
 
-# Cases for compute-sanitizer. They are slow there, and kernels must not wait for each other.
+# Cases for compute-sanitizer. They are slow there, and kernels must not wait for each other. All ranks
+# are threads and share one GPU.
 sanitized=(
-    named::handles::a_handle_serves_a_buffer_made_later
-    named::deterministic::results_are_the_same_in_every_run_and_whatever_other_ranks_send
-    named::masks::
+    named::sanitized::
+    named::masks::calls_are_made_without_a_masked_rank
 )
+
+# Tests of planted faults are ignored elsewhere; each tool's own fault, and what it says of it.
+planted=engine::cuda::gpu_tests::planted
+declare -A fault_of=([memcheck]=out_of_bounds [racecheck]=race [initcheck]=uninitialised)
+declare -A report_of=(
+    [memcheck]='Invalid __global__ write'
+    [racecheck]='Race reported between|RACECHECK SUMMARY: [1-9]'
+    [initcheck]='Uninitialized __global__ memory read'
+)
+# What the tool ends with if it has found something.
+found_status=9
 
 # Benchmarks, as docs/measurements.md lists them: a name, then options of `deep-ep bench`.
 benchmarks=(
@@ -101,6 +113,8 @@ everything() {
             for case in "${sanitized[@]}"; do
                 tests_of conformance "^$case" | sed "s/^conformance/$tool/"
             done
+            # Nothing is found where nothing is, and the fault where it is.
+            printf '%s\n' "$tool::planted::nothing" "$tool::planted::${fault_of[$tool]}"
         done
     fi
     printf 'bench::%s\n' "${benchmarks[@]%% *}"
@@ -123,12 +137,32 @@ sanitizer() {
         echo "$COMPUTE_SANITIZER"
     else
         command -v compute-sanitizer ||
-            ls /usr/local/cuda*/bin/compute-sanitizer /opt/nvidia/*/compute-sanitizer 2>/dev/null | head -n 1
+            ls {/usr/local,/opt}/cuda*/{bin,compute-sanitizer}/compute-sanitizer \
+                /usr/lib/nvidia-cuda-toolkit/compute-sanitizer/compute-sanitizer \
+                /opt/nvidia/*/{,*/}compute-sanitizer 2>/dev/null | head -n 1
     fi
 }
 
 options_of() { # benchmark
     printf '%s\n' "${benchmarks[@]}" | sed -n "s/^$1  *//p"
+}
+
+# Runs a test under a tool, on one GPU.
+sanitize() { # tool test
+    local options=(--tool "$1" --target-processes all --error-exitcode "$found_status")
+    # Every answer of the driver is looked at by the library, and some it expects to be refusals.
+    [ "$1" != memcheck ] || options+=(--report-api-errors no)
+    local program=(conformance --exact "$2")
+    [[ $2 != planted::* ]] || program=(unit --exact "$planted::${2#planted::}" --ignored)
+    local gpus=${CUDA_VISIBLE_DEVICES:-0}
+    CUDA_VISIBLE_DEVICES=${gpus%%,*} DEEP_EP_TIMEOUT_SECS=120 DEEP_EP_SPLIT_LAUNCHES=1 \
+        timeout -k 5 "$((4 * limit))" "$tool" "${options[@]}" \
+        "$here/${program[0]}" "${program[@]:1}" --test-threads=1 --nocapture
+}
+
+# Whether a tool was to find a fault.
+is_fault() { # name
+    [[ $1 == *::planted::* && $1 != *::planted::nothing ]]
 }
 
 # Runs one item; its output goes to the file.
@@ -140,8 +174,7 @@ run() { # name file
         timeout -k 5 "$limit" "$here/deep-ep" bench "${words[@]}" --json "${2%.txt}.json"
         ;;
     memcheck | racecheck | initcheck)
-        DEEP_EP_SPLIT_LAUNCHES=1 timeout -k 5 "$((4 * limit))" "$tool" --tool "$suite" --error-exitcode 9 \
-            "$here/conformance" --exact "$test" --test-threads=1 --nocapture
+        sanitize "$suite" "$test"
         ;;
     *)
         timeout -k 5 "$limit" "$here/$suite" --exact "$test" --test-threads=1 --nocapture
@@ -190,7 +223,7 @@ if ! "$here/deep-ep" warmup --hidden 7168 --experts 288 --top-k 8 --ranks 2 >"$o
 fi
 tail -n 2 "$out/warmup.txt"
 
-passed=0 left_out=() failed=()
+passed=0 left_out=() failed=() found=()
 total=$(wc -l <"$scratch/wanted")
 number=0
 while read -r name <&3; do
@@ -201,13 +234,24 @@ while read -r name <&3; do
     status=$?
     took=$((($(date +%s%N) - start) / 1000000))
     verdict=passed
-    if [ $status -eq 124 ] || [ $status -eq 137 ]; then
+    if is_fault "$name"; then
+        # The tool's report is what is tested.
+        if [ $status -eq $found_status ] && grep -qE "${report_of[${name%%::*}]}" "$file"; then
+            found+=("${name%%::*} ${name##*::}")
+            status=0
+        elif [ $status -eq 0 ] || [ $status -eq $found_status ]; then
+            status=fault
+        fi
+    fi
+    if [ $status = fault ]; then
+        verdict='fault not found'
+    elif [ $status -eq 124 ] || [ $status -eq 137 ]; then
         verdict='out of time'
     elif [ $status -ne 0 ]; then
         verdict="failed ($status)"
     elif [[ $name != bench::* ]] && grep -qE '(^|\.\.\. )(no GPU: skipped|left out: )' "$file"; then
         verdict='left out'
-    elif [[ $name != bench::* ]] && ! grep -q '^test result: ok. 1 passed' "$file"; then
+    elif [[ $name != bench::* ]] && ! is_fault "$name" && ! grep -q '^test result: ok. 1 passed' "$file"; then
         verdict='did not run'
     fi
     printf '[%d/%d] %-12s %7d ms  %s\n' "$number" "$total" "$verdict" "$took" "$name" | tee -a "$out/tests.txt"
@@ -232,6 +276,7 @@ summary() {
         fi
     done
     echo "=== $passed passed, ${#failed[@]} failed, ${#left_out[@]} left out"
+    [ ${#found[@]} -eq 0 ] || printf 'planted fault found: %s\n' "${found[@]}"
     [ ${#left_out[@]} -eq 0 ] || printf 'left out: %s\n' "${left_out[@]}"
     [ ${#failed[@]} -eq 0 ] || printf 'failed: %s\n' "${failed[@]}"
     echo "results: $out"

@@ -135,6 +135,12 @@ impl Buffer {
         self.engine.name()
     }
 
+    /// SMs that high-throughput calls have used since this was last asked; nothing may be running.
+    #[cfg(test)]
+    pub(crate) fn take_seen_sms(&self) -> Result<u32> {
+        self.engine.take_seen_sms()
+    }
+
     /// Bytes copied and memory used so far on this rank.
     pub fn statistics(&self) -> Statistics {
         self.engine.statistics()

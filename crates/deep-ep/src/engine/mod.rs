@@ -100,6 +100,11 @@ pub(crate) trait Engine: Send + Sync {
     fn check(&self) -> Result<()>;
     /// Counters and memory use.
     fn statistics(&self) -> Statistics;
+    /// SMs that launches of high-throughput calls have used since this was last asked.
+    #[cfg(test)]
+    fn take_seen_sms(&self) -> Result<u32> {
+        Ok(0)
+    }
 }
 
 /// A dispatch in flight.

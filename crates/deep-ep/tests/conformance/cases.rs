@@ -5,7 +5,7 @@ use crate::{
     launch::Case,
     named::{
         abandoned, arguments, counts, deterministic, handles, interleaved, large, masks, overlap,
-        rejects, repeated, settings, statistics,
+        rejects, repeated, sanitized, settings, statistics,
     },
     properties,
 };
@@ -59,6 +59,7 @@ cases! {
     rejects::wrong_low_latency_combine,
     repeated::numbered_calls,
     repeated::one_loan,
+    sanitized::every_kind,
     settings::buffers_made_differently,
     settings::calls_made_differently,
     statistics::rows_copied,

@@ -126,6 +126,35 @@ fn a_rank_that_drops_its_buffer_is_named_at_once() {
     }
 }
 
+/// Who gives up on a rank that is gone does not name others that have not come yet either.
+#[test]
+fn ranks_that_are_merely_late_are_not_named() {
+    for kind in Kind::ALL {
+        let done = Meeting::new(RANKS);
+        let outcomes = on_ranks(RANKS, &config(Duration::from_secs(60)), |buffer| {
+            work::round(&buffer, kind, 1, &mut |_| ()).unwrap();
+            done.wait();
+            let me = buffer.rank().0;
+            if me == VICTIM {
+                drop(buffer);
+                done.wait();
+                return None;
+            }
+            // Rank 0 is alone with the loss.
+            if me != 0 {
+                thread::sleep(Duration::from_millis(100));
+            }
+            let error = work::round(&buffer, kind, 2, &mut |_| ()).unwrap_err();
+            done.wait();
+            Some(error)
+        });
+        for outcome in outcomes.into_iter().take(VICTIM) {
+            let error = outcome.unwrap().unwrap();
+            assert_eq!(work::ranks_named(&error), [VICTIM], "{kind:?}: {error}");
+        }
+    }
+}
+
 #[test]
 fn a_rank_that_panics_between_any_two_steps_is_named_at_once() {
     for kind in Kind::ALL {
@@ -150,6 +179,23 @@ fn a_rank_that_panics_between_any_two_steps_is_named_at_once() {
                 assert!(took < Duration::from_secs(2), "{took:?}: {error}");
             }
         }
+    }
+}
+
+/// A deadline that passes ends one group, and neither the process nor its GPU.
+#[test]
+fn after_a_deadline_new_buffers_work_in_the_same_process() {
+    for kind in Kind::ALL {
+        for (error, took) in errors_when_the_victim_stops_at(kind, STEPS[0]) {
+            assert_eq!(work::ranks_named(&error), [VICTIM], "{error}");
+            assert!(took < Duration::from_secs(3), "{took:?}: {error}");
+        }
+        let outcomes = on_ranks(RANKS, &config(Duration::from_secs(10)), |buffer| {
+            for (call, kind) in Kind::ALL.into_iter().cycle().take(9).enumerate() {
+                work::round(&buffer, kind, call as u64, &mut |_| ()).unwrap();
+            }
+        });
+        outcomes.into_iter().for_each(|outcome| outcome.unwrap());
     }
 }
 

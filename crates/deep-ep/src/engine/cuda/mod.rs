@@ -9,6 +9,8 @@ pub(crate) mod bridge;
 pub(crate) mod driver;
 pub(crate) mod engine;
 mod gpu;
+#[cfg(test)]
+mod gpu_tests;
 pub(crate) mod jit;
 pub mod limit;
 mod place;

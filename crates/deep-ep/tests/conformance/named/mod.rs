@@ -11,6 +11,7 @@ pub(crate) mod masks;
 pub(crate) mod overlap;
 pub(crate) mod rejects;
 pub(crate) mod repeated;
+pub(crate) mod sanitized;
 pub(crate) mod settings;
 pub(crate) mod statistics;
 

@@ -188,4 +188,9 @@ impl Engine for HostBridge {
     fn statistics(&self) -> Statistics {
         self.inner().statistics()
     }
+
+    #[cfg(test)]
+    fn take_seen_sms(&self) -> Result<u32> {
+        self.inner().take_seen_sms()
+    }
 }

@@ -55,6 +55,10 @@ pub(crate) enum Half {
 
 const HALVES: usize = 5;
 
+/// `SEEN_SMS_WORDS` of group.cuh, in bytes.
+#[cfg(test)]
+const SEEN_SMS_BYTES: usize = 8 * 8;
+
 /// Rejects whose text a kernel may not have read yet.
 const REJECTS: usize = 16;
 
@@ -86,6 +90,9 @@ pub(crate) struct Core {
     /// Where the blocks of a launch tell each other what they counted, for each half.
     _chunk_words: DeviceMemory,
     bases: DeviceMemory,
+    /// A bit for every SM that a high-throughput launch has used.
+    #[cfg(test)]
+    seen_sms: DeviceMemory,
     timeout: Duration,
     num_sms: u32,
     /// SMs that this rank may use without taking those of a rank that it shares the GPU with.
@@ -190,6 +197,8 @@ impl Core {
             states: words(bytemuck::cast_slice(&states), "call states")?,
             _chunk_words: chunk_words,
             bases: words(bytemuck::cast_slice(&bases), "addresses of regions")?,
+            #[cfg(test)]
+            seen_sms: words(&[0; SEEN_SMS_BYTES], "SMs that were used")?,
             timeout: config.timeout,
             num_sms: u32::try_from(config.num_sms).unwrap_or(u32::MAX),
             own_sms: (device.sms()? / sharing).max(1),
@@ -237,6 +246,7 @@ impl Core {
             second_state: 0,
             report: self.failures.report_address(),
             gone: self.failures.gone_address(),
+            seen_sms: self.seen_sms_address(),
             // The GPU adds it to its timer.
             timeout: self.timeout.as_nanos().min(u128::from(u64::MAX / 2)) as u64,
             abort_at: 0,
@@ -260,6 +270,23 @@ impl Core {
     /// The address of a half's [`CallState`].
     pub(crate) fn state(&self, half: Half) -> u64 {
         self.states.address() + (half as usize * size_of::<CallState>()) as u64
+    }
+
+    /// Where launches note the SMs that they use; 0: nowhere, as always but in tests.
+    fn seen_sms_address(&self) -> u64 {
+        #[cfg(test)]
+        return self.seen_sms.address();
+        #[cfg(not(test))]
+        0
+    }
+
+    /// How many SMs high-throughput launches have used since this was last asked. Nothing may be running.
+    #[cfg(test)]
+    pub(crate) fn take_seen_sms(&self) -> Result<u32> {
+        let seen = self.seen_sms.download(&self.side)?;
+        self.seen_sms.fill(&self.side, 0)?;
+        self.side.synchronize()?;
+        Ok(seen.iter().map(|byte| byte.count_ones()).sum())
     }
 
     /// SMs that a call may use: what it asks for, or the buffer's bound, and never those of another

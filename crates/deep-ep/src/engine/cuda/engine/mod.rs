@@ -321,4 +321,9 @@ impl Engine for CudaEngine {
             ..Statistics::default()
         }
     }
+
+    #[cfg(test)]
+    fn take_seen_sms(&self) -> Result<u32> {
+        self.core.take_seen_sms()
+    }
 }

@@ -60,6 +60,7 @@ pub(crate) struct GroupParams {
     pub(crate) second_state: u64,
     pub(crate) report: u64,
     pub(crate) gone: u64,
+    pub(crate) seen_sms: u64,
     pub(crate) timeout: u64,
     pub(crate) abort_at: u64,
     pub(crate) missing_at: u64,
@@ -321,7 +322,7 @@ pub(crate) fn assertions() -> String {
             verdict_status, verdict_detail, text,
         }
         GroupParams {
-            bases, state, second_state, report, gone, timeout, abort_at, missing_at, dropped_at, announce_at,
+            bases, state, second_state, report, gone, seen_sms, timeout, abort_at, missing_at, dropped_at, announce_at,
             announce_stride, text_at, flags_at, flags, rank, ranks, operation, advance,
         }
         Matrix { data, row_stride, column_stride }

@@ -111,6 +111,8 @@ struct Report {
     u8 text[TEXT_BYTES];
 };
 
+constexpr u32 SEEN_SMS_WORDS = 8;
+
 struct GroupParams {
     // Where this GPU sees the region of every rank: u64[ranks] in device memory.
     const u64* bases;
@@ -120,6 +122,8 @@ struct GroupParams {
     Report* report;
     // In pinned memory: a bit for every rank that the host has seen go.
     const u64* gone;
+    // A bit for every SM that a block of a high-throughput launch ran on. 0 but in tests.
+    u64* seen_sms;
     // Nanoseconds that a wait may take.
     u64 timeout;
     // Offsets in every region: the abort word; `[ranks]` for whom each rank waited when it gave up, and
@@ -170,11 +174,26 @@ __device__ COLD bool is_gone(const GroupParams& p, u32 rank) {
 // Set in CallState::left by whoever gives up.
 constexpr u32 LEFT_EARLY = 1u << 31;
 
-// Another rank gave up while this thread waited for `peer`.
-__device__ COLD void follow_abort(const GroupParams& p, u32 stage, u32 peer) {
+// Set in a wait's count of looks when the peer has been found missing.
+constexpr u32 GONE = 1u << 31;
+
+// Whether a rank is gone, and not because the group is over: a rank that gives up, or follows one that
+// did, may leave at once, and is none that anybody waited for in vain.
+__device__ COLD bool is_missing(const GroupParams& p, u32 rank) {
+    if (!is_gone(p, rank)) return false;
+    // Abort words were raised before anybody left because of them.
+    fence_acq_rel_sys();
+    return ld_relaxed_sys(abort_word_of(p, p.rank)) == 0;
+}
+
+// Somebody gave up while this thread, which has looked `polls` times, waited for `peer`.
+__device__ COLD void follow_abort(const GroupParams& p, u32 stage, u32 peer, u32 polls, u64 deadline) {
     atomicOr(&p.state->left, LEFT_EARLY);
-    // Another thread may have given up first; its error names this thread's peer too.
-    if (atomicAdd(&p.state->failed, 0) == stage) atomicOr(&p.state->missing, u64(1) << peer);
+    // If it was another thread of this launch, its error names this thread's peer too, but only one that
+    // is as late as the other's: the deadline is as good as over, or the peer was found missing before.
+    if (atomicAdd(&p.state->failed, 0) != stage) return;
+    if (polls < GONE && globaltimer() + p.timeout / 64 < deadline) return;
+    atomicOr(&p.state->missing, u64(1) << peer);
 }
 
 // This thread has waited for `peer` in vain: tells all ranks to leave. Does not wait.
@@ -242,18 +261,15 @@ struct Group {
     // Whether a rank of the group gave up.
     __device__ __forceinline__ bool is_over() const { return ld_relaxed_sys(abort_word_of(p, p.rank)) != 0; }
 
-    // Set in `polls` when the peer has been found gone.
-    static constexpr u32 GONE = 1u << 31;
-
     // Called between two looks at a word that is not there yet. False: leave.
     __device__ bool patient(u32& polls, u32 stage, u32 peer) const {
         polls++;
         if (polls % 32 == 0 && is_over()) {
-            follow_abort(p, stage, peer);
+            follow_abort(p, stage, peer, polls, deadline);
             return false;
         }
         if (polls % 512 != 0) return true;
-        const bool gone = is_gone(p, peer);
+        const bool gone = is_missing(p, peer);
         // What a rank wrote before it went is there by the next time.
         if (gone && polls < GONE) {
             polls |= GONE;
@@ -312,6 +328,7 @@ __device__ inline void leave(const Group& group) {
     __syncthreads();
     if (threadIdx.x != 0) return;
     const GroupParams& p = group.p;
+    if (p.seen_sms) atomicOr(p.seen_sms + smid() / 64 % SEEN_SMS_WORDS, u64(1) << smid() % 64);
     fence_acq_rel_gpu();
     const u32 left = atomicAdd(&p.state->left, 1);
     if ((left & ~LEFT_EARLY) != gridDim.x - 1) return;

@@ -70,8 +70,8 @@ struct Call {
         if (polls % 512 != 0) return true;
         const bool gone = ::is_gone(p.group, peer);
         // What a rank wrote before it went is there by the next time.
-        if (gone && polls < Group::GONE) {
-            polls |= Group::GONE;
+        if (gone && polls < GONE) {
+            polls |= GONE;
             return true;
         }
         return !gone && globaltimer() < group.deadline;

@@ -8,6 +8,13 @@ typedef int i32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+// The SM that this thread runs on.
+__device__ __forceinline__ u32 smid() {
+    u32 number;
+    asm volatile("mov.u32 %0, %smid;" : "=r"(number));
+    return number;
+}
+
 // Nanoseconds, the same on all SMs of a GPU. It advances in steps of up to a microsecond.
 __device__ __forceinline__ u64 globaltimer() {
     u64 now;

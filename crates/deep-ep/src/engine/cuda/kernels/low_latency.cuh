@@ -11,9 +11,16 @@
 // A kernel for any shape needs more registers. `threads` in engine/low_latency/mod.rs is the same.
 constexpr u32 THREADS = HIDDEN == 0 ? 512 : 1024;
 constexpr u32 WARPS = THREADS / 32;
+// Threads that receive: the last warp publishes instead what all have written.
+constexpr u32 RECEIVERS = THREADS - 32;
 constexpr bool ALIGNED = HIDDEN != 0;
 // No expert: nothing of a choice concerns the rank that reads it.
 constexpr u32 NO_PLACE = ~0u;
+
+// A barrier of the threads that receive, beside that of all threads.
+__device__ __forceinline__ void meet_receivers() {
+    asm volatile("bar.sync 1, %0;" ::"n"(RECEIVERS) : "memory");
+}
 
 // Words 0 to 3 of an announcement must agree. Those behind, for these calls:
 constexpr u32 WORD_CHUNK = WORD_CAPACITY;
@@ -160,7 +167,7 @@ __shared__ u32 place_entered;
 
 // A launch that does all of a call reads the number that it writes itself: the last block to have
 // read it writes it. Notes the block's place among them, behind a barrier that is behind all reads of
-// the block. It is not needed before the end, so nobody waits for it.
+// the block. It is not needed before the end, so the last warp does it when it has time.
 __device__ inline void enter_call(const Call& call) {
     if (!call.is_whole() || threadIdx.x != THREADS - 1) return;
     fence_acq_rel_gpu();
@@ -196,13 +203,31 @@ __device__ __forceinline__ i64 choice_at(const LowLatencyParams& p, u32 token, u
                               : i64(reinterpret_cast<const i32*>(p.topk.data)[at]);
 }
 
+// The rank whose expert a choice is; 64: none.
+__device__ __forceinline__ u32 rank_of(const LowLatencyParams& p, const Shape& shape, i64 id) {
+    return id >= 0 && id < p.experts ? u32(id) / shape.local_experts : 64;
+}
+
+// Ranks below 64 that lanes have, as bits. All lanes.
+__device__ __forceinline__ u64 ranks_of_lanes(u32 rank) {
+    const u32 low = __reduce_or_sync(~0u, rank < 32 ? 1u << rank : 0u);
+    if (RANKS && RANKS <= 32) return low;
+    const u32 high = __reduce_or_sync(~0u, rank >= 32 && rank < 64 ? 1u << (rank - 32) : 0u);
+    return u64(high) << 32 | low;
+}
+
 // Counters in shared memory, of the tokens before the one that is looked at.
 struct Counters {
-    // `[experts]`, `[ranks]`: tokens that chose each.
+    // `[experts]`: tokens that chose each.
     u32* experts;
-    u32* ranks;
     // Lowest place of an id that is out of range.
     u64* bad;
+
+    // Made ready. All threads; the barrier is the caller's.
+    __device__ __forceinline__ void clear(const LowLatencyParams& p) const {
+        for (u32 i = threadIdx.x; i < p.experts; i += THREADS) experts[i] = 0;
+        if (threadIdx.x == 0) *bad = ~u64(0);
+    }
 };
 
 // Where a lane's choice is: lanes look at up to 32 / top_k tokens side by side.
@@ -220,35 +245,28 @@ struct Choices {
     // -1: none.
     i32 expert;
     u32 rank;
-    // Lanes with the same token and expert, and with the same token and rank. 0: no choice.
-    u32 same_expert, same_rank;
+    // Lanes with the same token and expert. 0: no choice.
+    u32 same_expert;
 
     // The lane has choice `id` of `token`, or of none if that is negative. All lanes.
     __device__ Choices(const LowLatencyParams& p, const Shape& shape, const Counters& counters, const Place& place,
                        u32 token, i64 id)
-        : same_expert(0), same_rank(0) {
+        : same_expert(0) {
         const bool valid = id >= 0 && id < p.experts;
         if (id >= i64(p.experts)) atomicMin(counters.bad, u64(token) * shape.top_k + place.k);
         expert = valid ? i32(id) : -1;
-        rank = valid ? u32(id) / shape.local_experts : 0;
-        const u32 first = rank * shape.local_experts, lane = place.slot * shape.top_k;
+        rank = rank_of(p, shape, id);
+        const u32 lane = place.slot * shape.top_k;
 #pragma unroll 8
         for (u32 k = 0; k < shape.top_k; k++) {
-            const i32 other = __shfl_sync(~0u, expert, lane + k);
-            same_expert |= u32(other == expert) << k;
-            same_rank |= u32(other >= 0 && u32(other) - first < shape.local_experts) << k;
+            same_expert |= u32(__shfl_sync(~0u, expert, lane + k) == expert) << k;
         }
         same_expert = valid ? same_expert << lane : 0;
-        same_rank = valid ? same_rank << lane : 0;
     }
 
-    // Whether this lane is the first of those with the same expert, or rank.
+    // Whether this lane is the first of those with the same expert.
     __device__ __forceinline__ bool leads_expert() const {
         return same_expert != 0 && u32(__ffs(same_expert)) - 1 == threadIdx.x % 32;
-    }
-
-    __device__ __forceinline__ bool leads_rank() const {
-        return same_rank != 0 && u32(__ffs(same_rank)) - 1 == threadIdx.x % 32;
     }
 };
 
@@ -258,42 +276,43 @@ __device__ __forceinline__ i64 look_at(const LowLatencyParams& p, const Place& p
     return place.slot < place.tokens && token < end ? choice_at(p, token, place.k) : -1;
 }
 
-// Zeroes the counters and counts the tokens before `end`. The barrier behind which they can be read
-// is the caller's. All threads.
-__device__ inline void count_before(const LowLatencyParams& p, const Shape& shape, const Counters& counters, u32 end) {
-    const Place place(shape);
-    const u32 begin = threadIdx.x / 32 * place.tokens, stride = WARPS * place.tokens;
-    // Its first choices are on their way while counters are zeroed.
-    i64 id = look_at(p, place, begin, end);
-    for (u32 i = threadIdx.x; i < p.experts; i += THREADS) counters.experts[i] = 0;
-    for (u32 i = threadIdx.x; i < shape.ranks; i += THREADS) counters.ranks[i] = 0;
-    __syncthreads();
+// Counts the tokens before a block's own. All threads.
+struct CountBefore {
+    Place place;
+    u32 begin, end;
+    // The lane's first choice, on its way.
+    i64 id;
+
+    __device__ CountBefore(const LowLatencyParams& p, const Shape& shape, u32 end)
+        : place(shape), begin(threadIdx.x / 32 * place.tokens), end(end), id(look_at(p, place, begin, end)) {}
+
+    // Behind a barrier that is behind `clear`; the barrier behind which counters can be read is the
+    // caller's.
+    __device__ __forceinline__ void run(const LowLatencyParams& p, const Shape& shape, const Counters& counters) {
+        const u32 stride = WARPS * place.tokens;
 #pragma unroll 1
-    for (u32 first = begin; first < end; first += stride) {
-        const i64 next = look_at(p, place, first + stride, end);
-        const Choices choices(p, shape, counters, place, first + place.slot, id);
-        if (choices.leads_expert()) atomicAdd(&counters.experts[choices.expert], 1);
-        if (choices.leads_rank()) atomicAdd(&counters.ranks[choices.rank], 1);
-        id = next;
+        for (u32 first = begin; first < end; first += stride) {
+            const i64 next = look_at(p, place, first + stride, end);
+            const Choices choices(p, shape, counters, place, first + place.slot, id);
+            if (choices.leads_expert()) atomicAdd(&counters.experts[choices.expert], 1);
+            id = next;
+        }
     }
-}
+};
 
 // The choices of a token in one warp, and its places: how many rows this rank's tokens before have at
-// each chosen expert, and at its rank. Counts the token. All lanes.
+// each chosen expert. Counts the token. All lanes.
 struct Places {
     Choices choices;
-    u32 position, slot;
+    u32 position;
 
     // `id` is the lane's choice.
     __device__ Places(const LowLatencyParams& p, const Shape& shape, const Counters& counters, const Place& place,
                       u32 token, i64 id)
         : choices(p, shape, counters, place, token, id) {
-        const bool some = choices.same_expert != 0;
-        position = some ? counters.experts[choices.expert] : 0;
-        slot = some ? counters.ranks[choices.rank] : 0;
+        position = choices.same_expert != 0 ? counters.experts[choices.expert] : 0;
         __syncwarp();
         if (choices.leads_expert()) counters.experts[choices.expert] = position + 1;
-        if (choices.leads_rank()) counters.ranks[choices.rank] = slot + 1;
         __syncwarp();
     }
 
@@ -303,8 +322,20 @@ struct Places {
     }
 };
 
+// Calls `write(rank)` for every rank that is not masked: other ranks first, so that what is written
+// is on its way while this rank's own is.
+template <class Write>
+__device__ __forceinline__ void for_each_rank(const Call& call, const Shape& shape, const Write& write) {
+#pragma unroll 1
+    for (u32 i = 1; i <= shape.ranks; i++) {
+        u32 to = call.me() + i;
+        if (to >= shape.ranks) to -= shape.ranks;
+        if (!call.is_masked(to)) write(to);
+    }
+}
+
 // Tells every rank, this one included, the terms of the call, and what it gets for each of its
-// experts if `counts` is not 0. One block.
+// experts if `counts` is not 0. One block, its threads that receive.
 __device__ inline void announce(const Call& call, const Shape& shape, u64 bad, const u32* counts) {
     const LowLatencyParams& p = call.p;
     const u32 status = p.phases & LL_REJECT ? u32(STATUS_HOST) : bad == ~u64(0) ? u32(STATUS_OK) : u32(STATUS_EXPERT_ID);
@@ -313,7 +344,7 @@ __device__ inline void announce(const Call& call, const Shape& shape, u64 bad, c
         const u64 value =
             status == STATUS_HOST ? 0 : u64(choice_at(p, u32(bad / shape.top_k), u32(bad % shape.top_k)));
         const u64 place = id_place(bad, shape.top_k);
-        for (u32 i = threadIdx.x; i < shape.ranks * TEXT_BYTES; i += THREADS) {
+        for (u32 i = threadIdx.x; i < shape.ranks * TEXT_BYTES; i += RECEIVERS) {
             const u32 at = i % TEXT_BYTES, to = i / TEXT_BYTES;
             if (call.is_masked(to)) continue;
             call.group.text(to, call.me())[at] = status == STATUS_HOST ? host[at]
@@ -322,11 +353,11 @@ __device__ inline void announce(const Call& call, const Shape& shape, u64 bad, c
                                                                        : u8(0);
         }
         fence_acq_rel_sys();
-        __syncthreads();
+        meet_receivers();
         fence_acq_rel_sys();
     }
     const u32 length = WORD_COUNTS + (counts ? shape.local_experts : 0);
-    for (u32 i = threadIdx.x; i < shape.ranks * length; i += THREADS) {
+    for (u32 i = threadIdx.x; i < shape.ranks * length; i += RECEIVERS) {
         const u32 to = i / length, w = i % length;
         if (call.is_masked(to)) continue;
         const u32 value = w == WORD_TERMS       ? p.terms
@@ -374,15 +405,12 @@ struct Sources {
 };
 
 // Waits for the announcements; `counts`, if not 0, is in shared memory and gets those `[ranks]
-// [local_experts]` behind. The last warp does `instead`. False: a wait gave up. Called by all threads,
-// behind a barrier that is behind `Sources::clear`.
-template <class Instead>
-__device__ inline bool gather(const Call& call, const Shape& shape, Sources& sources, u32* words, u32* counts,
-                              const Instead& instead) {
+// [local_experts]` behind. False: a wait gave up. Called by the threads that receive, behind a barrier
+// that is behind `Sources::clear`.
+__device__ inline bool gather(const Call& call, const Shape& shape, Sources& sources, u32* words, u32* counts) {
     const u32 length = WORD_COUNTS + (counts ? shape.local_experts : 0);
     const i64 start = clock64();
-    if (threadIdx.x / 32 == WARPS - 1) instead();
-    for (u32 i = threadIdx.x; i < shape.ranks * length && threadIdx.x < THREADS - 32; i += THREADS - 32) {
+    for (u32 i = threadIdx.x; i < shape.ranks * length; i += RECEIVERS) {
         const u32 source = i / length, w = i % length;
         u32 value = 0;
         bool here = !call.is_masked(source);
@@ -402,16 +430,16 @@ __device__ inline bool gather(const Call& call, const Shape& shape, Sources& sou
             words[source * WORD_COUNTS + w] = value;
         }
     }
-    __syncthreads();
+    meet_receivers();
     if (!call.p.shrink) return sources.failed == 0;
     // Ranks that are not there do not disagree.
-    for (u32 i = threadIdx.x; i < shape.ranks * WORD_COUNTS; i += THREADS) {
+    for (u32 i = threadIdx.x; i < shape.ranks * WORD_COUNTS; i += RECEIVERS) {
         const u32 source = i / WORD_COUNTS, w = i % WORD_COUNTS;
         if (!call.is_masked(source) && !(sources.lost >> source & 1)) continue;
         words[i] = w <= WORD_SCALES ? words[call.me() * WORD_COUNTS + w] : 0;
     }
     if (threadIdx.x == 0) sources.present &= ~sources.lost;
-    __syncthreads();
+    meet_receivers();
     return sources.failed == 0;
 }
 
@@ -434,7 +462,7 @@ __device__ inline void judge(const Call& call, const Shape& shape, Sources& sour
         // No more than have a flag: a peer that wrote nonsense makes no flag outside them.
         sources.chunks[r] = chunk == 0 ? 0 : min((count + chunk - 1) / chunk, call.p.group.flags);
         chunks = max(chunks, sources.chunks[r]);
-        tokens = max(tokens, chunk);
+        tokens = max(tokens, min(chunk, call.p.max_tokens));
     }
     strongest = __reduce_min_sync(~0u, strongest);
     chunks = __reduce_max_sync(~0u, chunks);
@@ -448,38 +476,38 @@ __device__ inline void judge(const Call& call, const Shape& shape, Sources& sour
 
 // With `shrink`: waits for everything that every rank sends and agrees with the other blocks about
 // who takes part, so that all put rows at the same places. `wanted` are ranks whose flags are
-// expected, and how many chunks each has. False: a wait gave up. Called by all threads.
+// expected, and how many chunks each has. False: a wait gave up. Called by the threads that receive.
 template <class Chunks>
 __device__ inline bool settle(const Call& call, const Shape& shape, Sources& sources, const Chunks& chunks) {
     if (!call.p.shrink) return true;
     for (u32 s = 0; s < shape.ranks; s++) {
         if (!(sources.present >> s & 1)) continue;
         const u32 count = chunks(s);
-        for (u32 c = threadIdx.x; c < count; c += THREADS) {
+        for (u32 c = threadIdx.x; c < count; c += RECEIVERS) {
             u32 first, end;
             if (call.wait_flag(call.flag(call.me(), s, c), first, end, STAGE_ROWS, s)) continue;
             atomicOr(&sources.lost, u64(1) << s);
             if (!call.goes_on()) sources.failed = 1;
         }
     }
-    __syncthreads();
+    meet_receivers();
     if (sources.failed) return false;
     u64 present = 0;
-    for (u32 s = threadIdx.x; s < shape.ranks; s += THREADS) {
+    for (u32 s = threadIdx.x; s < shape.ranks; s += RECEIVERS) {
         if (call.is_masked(s)) continue;
         if (call.decide(s, !(sources.lost >> s & 1))) present |= u64(1) << s;
     }
     if (threadIdx.x == 0) sources.present = 0;
-    __syncthreads();
+    meet_receivers();
     if (present) atomicOr(&sources.present, present);
-    __syncthreads();
+    meet_receivers();
     return true;
 }
 
-// Adds what block 0 waited for each rank. Called by all threads of it, after a barrier.
+// Adds what block 0 waited for each rank. Called by its threads that receive, after a barrier.
 __device__ inline void add_waits(const Shape& shape, const Sources& sources, u64 stats) {
-    if (!stats || blockIdx.x != 0) return;
-    for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) reinterpret_cast<i64*>(stats)[r] += sources.waited[r];
+    const u32 r = threadIdx.x;
+    if (stats && blockIdx.x == 0 && r < shape.ranks) reinterpret_cast<i64*>(stats)[r] += sources.waited[r];
 }
 
 // Leaves a verdict for the host to find. One block.
@@ -490,14 +518,13 @@ __device__ inline void tell(const Call& call, const Sources& sources) {
     tell_verdict(call.group, sources.all, nullptr, 0);
 }
 
-// Takes part in a call that this rank rejects. One block.
+// Takes part in a call that this rank rejects. One block, its threads that receive.
 __device__ inline bool reject(const Call& call, const Shape& shape, Sources& sources, u32* words) {
     if (!(call.p.phases & LL_RECEIVE)) announce(call, shape, 0, nullptr);
     if (call.p.phases & LL_SEND) return true;
-    __syncthreads();
-    if (!gather(call, shape, sources, words, nullptr, [] {})) return false;
+    if (!gather(call, shape, sources, words, nullptr)) return false;
     if (threadIdx.x < 32) judge(call, shape, sources);
-    __syncthreads();
+    meet_receivers();
     tell(call, sources);
     return true;
 }

@@ -8,8 +8,8 @@
 #include "logfmt.cuh"
 #include "low_latency.cuh"
 
-// The last warp publishes what the others have written.
-constexpr u32 DATA_WARPS = WARPS - 1;
+// Warps that receive; the last one publishes.
+constexpr u32 DATA_WARPS = RECEIVERS / 32;
 // Rows that a lane loads before it adds the first: of this rank's experts, and sums of ranks.
 #if __CUDA_ARCH__ < 900
 constexpr int PARTS_AHEAD = WIRE == WIRE_LOGFMT ? 1 : 2;
@@ -40,7 +40,6 @@ struct Shared {
         };
         words = take(shape.ranks * WORD_COUNTS);
         counters.experts = take(p.experts);
-        counters.ranks = take(shape.ranks);
         counters.bad = bad;
         begin = counters.experts;
         done = take(turns(p) * shape.ranks);
@@ -69,7 +68,10 @@ __device__ inline void send(const LowLatencyCombineParams& params, const Call& c
     // A token's choices and weights are on their way while those before are looked at.
     i64 next_id = warp == 0 ? look_at(p, place, begin, min(begin + 1, end)) : -1;
     u32 next_weight = weight_of(begin);
-    count_before(p, shape, shared.counters, begin);
+    CountBefore count(p, shape, begin);
+    shared.counters.clear(p);
+    __syncthreads();
+    count.run(p, shape, shared.counters);
     __syncthreads();
     enter_call(call);
     if (warp == 0) {
@@ -82,14 +84,10 @@ __device__ inline void send(const LowLatencyCombineParams& params, const Call& c
             if (lane >= shape.top_k) continue;
             const u32 row = places.place(p, shape);
             const u64 entry = ((u64(call.me()) * p.max_tokens + token) * shape.top_k + lane) * 2;
-            for (u32 i = 1; i <= shape.ranks; i++) {
-                // Other ranks first: these are on their way while this rank's own are written.
-                const u32 to = (call.me() + i) % shape.ranks;
-                if (call.is_masked(to)) continue;
-                const bool concerns = places.choices.expert >= 0 && places.choices.rank == to;
+            for_each_rank(call, shape, [&](u32 to) {
                 st_relaxed_sys(reinterpret_cast<u64*>(call.tagged(to)) + entry,
-                               call.group.word(concerns ? row : NO_PLACE), call.group.word(weight));
-            }
+                               call.group.word(places.choices.rank == to ? row : NO_PLACE), call.group.word(weight));
+            });
         }
     }
     if (threadIdx.x == 0) {
@@ -98,7 +96,7 @@ __device__ inline void send(const LowLatencyCombineParams& params, const Call& c
     if (blockIdx.x != gridDim.x - 1) return;
     __syncthreads();
     // The last block has counted all tokens.
-    announce(call, shape, *shared.counters.bad, nullptr);
+    if (threadIdx.x < RECEIVERS) announce(call, shape, *shared.counters.bad, nullptr);
 }
 
 // The tagged words of a token's choices in this rank's landing memory.
@@ -405,9 +403,11 @@ __device__ inline bool partials(const LowLatencyCombineParams& params, const Cal
         shared.begin[i] = u32(reinterpret_cast<const u64*>(params.layout_range)[i] >> 32);
     }
     for (u32 i = threadIdx.x; i < Shared::turns(call.p) * shape.ranks; i += THREADS) shared.done[i] = 0;
-    if (!gather(call, shape, sources, shared.words, nullptr, [] {})) return false;
-    if (threadIdx.x < 32) judge(call, shape, sources);
+    if (threadIdx.x < RECEIVERS && gather(call, shape, sources, shared.words, nullptr) && threadIdx.x < 32) {
+        judge(call, shape, sources);
+    }
     __syncthreads();
+    if (sources.failed) return false;
     if (blockIdx.x == 0) {
         tell(call, sources);
         // The receiving launch of this rank reads it.
@@ -431,17 +431,13 @@ struct Expected {
     u64 ranks;
     // Lanes whose choice counts.
     u32 lanes;
-    u32 rank;
 
     __device__ Expected(const LowLatencyParams& p, const Shape& shape, u64 present, u32 token) {
         const u32 lane = threadIdx.x % 32;
-        const i64 id = lane < shape.top_k ? choice_at(p, token, lane) : -1;
-        rank = id >= 0 && id < p.experts ? u32(id) / shape.local_experts : 64;
+        const u32 rank = lane < shape.top_k ? rank_of(p, shape, choice_at(p, token, lane)) : 64;
         const bool counts = rank < 64 && present >> rank & 1;
         lanes = __ballot_sync(~0u, counts);
-        const u32 low = __reduce_or_sync(~0u, counts && rank < 32 ? 1u << rank : 0u);
-        const u32 high = RANKS && RANKS <= 32 ? 0 : __reduce_or_sync(~0u, counts && rank >= 32 ? 1u << (rank - 32) : 0u);
-        ranks = u64(high) << 32 | low;
+        ranks = ranks_of_lanes(counts ? rank : 64);
     }
 };
 
@@ -511,7 +507,8 @@ __device__ inline void sum_token(const LowLatencyCombineParams& params, const Ca
     }
 }
 
-// Waits for the sums of this rank's tokens and adds them up. False: a wait gave up.
+// Waits for the sums of this rank's tokens and adds them up. False: a wait gave up. The threads that
+// receive.
 __device__ inline bool receive(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
                                Sources& sources) {
     const LowLatencyParams& p = call.p;
@@ -529,10 +526,10 @@ __device__ inline bool receive(const LowLatencyCombineParams& params, const Call
         sources.failed = 0;
     }
     if (threadIdx.x < 64) sources.waited[threadIdx.x] = 0;
-    __syncthreads();
+    meet_receivers();
     const u32 chunks = (p.tokens + p.chunk_tokens - 1) / p.chunk_tokens;
     if (!settle(call, shape, sources, [&](u32) { return chunks; })) return false;
-    const Team team(shape.hidden / 8, WARPS, WARPS);
+    const Team team(shape.hidden / 8, DATA_WARPS, DATA_WARPS);
     const bool aligned = ALIGNED || (params.out | params.out_stride) % 16 == 0;
     const u64 stride = u64(team.count) * gridDim.x;
     bool here = true;
@@ -542,7 +539,7 @@ __device__ inline bool receive(const LowLatencyCombineParams& params, const Call
         if (here) sum_token(params, call, shape, team, expected, u32(at), aligned);
     }
     if (blockIdx.x != 0) return here;
-    __syncthreads();
+    meet_receivers();
     add_waits(shape, sources, params.wait_stats);
     return here;
 }
@@ -555,18 +552,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const LowLatencyParams& p = params.common;
     const Shape shape(p);
     Call call(p);
-    if (threadIdx.x == 0) bad = ~u64(0);
     const Shared shared(memory, &bad, p, shape);
     call.heed_exclusions();
     sources.clear(call, shape, shared.words);
     bool here = true;
     if (p.phases & LL_REJECT) {
-        here = reject(call, shape, sources, shared.words);
+        __syncthreads();
+        if (threadIdx.x < RECEIVERS) here = reject(call, shape, sources, shared.words);
     } else {
         if (p.phases & LL_SEND) send(params, call, shape, shared);
         if (p.phases & LL_PARTIALS) here = partials(params, call, shape, shared, sources);
         // All warps of a block know whether one gave up.
-        if (p.phases & LL_RECEIVE && !__syncthreads_or(!here)) here = receive(params, call, shape, sources);
+        if (p.phases & LL_RECEIVE && !__syncthreads_or(!here) && threadIdx.x < RECEIVERS) {
+            here = receive(params, call, shape, sources);
+        }
     }
     leave_call(call, !here);
 }

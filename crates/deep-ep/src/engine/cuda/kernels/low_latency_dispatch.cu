@@ -5,9 +5,6 @@
 #include "fp8.cuh"
 #include "low_latency.cuh"
 
-// Tokens whose places a block knows at a time.
-constexpr u32 BATCH = 8;
-
 // How rows travel: codes or channels, then scales.
 struct Wire {
     u32 format;
@@ -21,98 +18,25 @@ struct Wire {
     }
 };
 
-// Bytes of the tagged words of a message: source token, experts, then a place for each expert.
-__device__ __forceinline__ u32 header_bytes(const Shape& shape) { return (2 + shape.top_k + shape.top_k % 2) * 8; }
+// The tagged words of a token of `source` in the region of `at`: for each of its choices the place at
+// the rank's expert, or NO_PLACE.
+__device__ __forceinline__ u64* header_of(const Call& call, const Shape& shape, u32 at, u32 source, u32 token) {
+    const u64 message = u64(source) * call.p.max_tokens + token;
+    return reinterpret_cast<u64*>(call.tagged(at)) + message * shape.top_k;
+}
 
 // Dynamic shared memory. `shared_bytes` in engine/low_latency/dispatch.rs sizes it.
 struct Shared {
-    // Sending: `[BATCH][top_k]` where a token's row goes, `[BATCH]` to how many ranks.
-    u64* targets;
-    u32* target_count;
+    // Sending.
     Counters counters;
-    // `[ranks]`: the slots before this block's, and before the next one's.
-    u32* first_slot;
-    u32* last_slot;
-
     // Receiving: `[ranks][WORD_COUNTS]`; `[ranks][local_experts]` counts, then where ranges begin.
     u32* words;
     u32* begin;
 
-    __device__ Shared(u64* memory, u64* bad, const LowLatencyParams& p, const Shape& shape) {
-        targets = memory;
-        u32* at = reinterpret_cast<u32*>(memory + BATCH * shape.top_k);
-        const auto take = [&](u32 count) {
-            u32* taken = at;
-            at += count;
-            return taken;
-        };
-        target_count = take(BATCH);
-        counters.experts = take(p.experts);
-        counters.ranks = last_slot = take(shape.ranks);
+    __device__ Shared(u32* memory, u64* bad, const LowLatencyParams& p, const Shape& shape) {
+        words = memory;
+        begin = counters.experts = memory + shape.ranks * WORD_COUNTS;
         counters.bad = bad;
-        first_slot = take(shape.ranks);
-        words = take(shape.ranks * WORD_COUNTS);
-        begin = counters.experts;
-    }
-};
-
-// Finds the places of a token, notes where its row goes and writes the tagged words of its messages.
-// `id` is the lane's choice. Returns how many messages there are. One warp.
-__device__ inline u32 place_token(const Call& call, const Shape& shape, const Shared& shared, const Place& place,
-                                  u32 token, u32 index, i64 id) {
-    const LowLatencyParams& p = call.p;
-    const u32 lane = threadIdx.x % 32, before = (1u << lane) - 1;
-    const Places places(p, shape, shared.counters, place, token, id);
-    const Choices& choices = places.choices;
-    const u32 leaders = __ballot_sync(~0u, choices.leads_expert());
-    const bool sent = choices.same_expert != 0 && !call.is_masked(choices.rank) && places.slot < p.max_tokens;
-    const bool targets = sent && choices.leads_rank();
-    const u32 target_lanes = __ballot_sync(~0u, targets);
-    if (lane == 0) shared.target_count[index] = __popc(target_lanes);
-    if (!sent) return __popc(target_lanes);
-    const u64 message = u64(call.me()) * p.max_tokens + places.slot;
-    u64* header = reinterpret_cast<u64*>(call.tagged(choices.rank) + message * header_bytes(shape));
-    const u32 mine = choices.same_rank & leaders;
-    if (targets) {
-        shared.targets[index * shape.top_k + __popc(target_lanes & before)] =
-            reinterpret_cast<u64>(call.rows(choices.rank)) + message * p.row_stride;
-        st_relaxed_sys(header, call.group.word(token), call.group.word(__popc(mine)));
-    }
-    if (leaders >> lane & 1) {
-        st_relaxed_sys(header + 2 + __popc(mine & before), call.group.word(places.place(p, shape)));
-    }
-    return __popc(target_lanes);
-}
-
-// A token's row, 8 channels per thread.
-struct Row {
-    uint4 word;
-
-    __device__ __forceinline__ void load(const LowLatencyDispatchParams& p, u32 token, u32 index, bool aligned) {
-        word = load_word(reinterpret_cast<const u8*>(p.x) + token * p.x_stride, index, aligned);
-    }
-
-    // Writes it, cast, to each target. All lanes of a scale's block.
-    __device__ __forceinline__ void store(const Wire& wire, const u64* targets, u32 count, u32 index) const {
-        if (wire.format == FORMAT_BF16) {
-            for (u32 i = 0; i < count; i++) reinterpret_cast<uint4*>(targets[i])[index] = word;
-            return;
-        }
-#if __CUDA_ARCH__ >= 890
-        const bool power_of_two = wire.format != FORMAT_FP8;
-        const BlockScale block = block_scale(largest_of_block(largest_magnitude(word)), power_of_two);
-        const uint2 codes = cast_word(word, block.factor);
-        const bool leads = threadIdx.x % SCALE_LANES == 0;
-        for (u32 i = 0; i < count; i++) {
-            reinterpret_cast<uint2*>(targets[i])[index] = codes;
-            u8* scales = reinterpret_cast<u8*>(targets[i]) + wire.row_bytes;
-            if (leads && wire.format == FORMAT_FP8_UE8M0) {
-                scales[index / SCALE_LANES] = u8(__float_as_uint(block.scale) >> 23);
-            } else if (leads) {
-                reinterpret_cast<float*>(scales)[index / SCALE_LANES] = block.scale;
-            }
-        }
-#endif
     }
 };
 
@@ -124,67 +48,190 @@ struct Chunk {
         : begin(min(blockIdx.x * p.chunk_tokens, p.tokens)), end(min(begin + p.chunk_tokens, p.tokens)) {}
 };
 
-// Counts, announces and writes this block's tokens to the ranks they go to. Waits for nobody. They
-// are to be published behind it.
-__device__ inline void send(const LowLatencyDispatchParams& params, const Call& call, const Shape& shape,
-                            const Shared& shared) {
+// Where this GPU sees the landed rows of all ranks: lane l knows those of ranks l and l + 32.
+struct Landings {
+    u64 low, high;
+
+    __device__ Landings(const Call& call, const Shape& shape) : low(0), high(0) {
+        const u32 lane = threadIdx.x % 32;
+        if (lane < shape.ranks) low = reinterpret_cast<u64>(call.rows(lane));
+        if (!(RANKS && RANKS <= 32) && lane + 32 < shape.ranks) high = reinterpret_cast<u64>(call.rows(lane + 32));
+    }
+
+    // All lanes, of one rank.
+    __device__ __forceinline__ u8* of(u32 rank) const {
+        const u64 at = __shfl_sync(~0u, (RANKS && RANKS <= 32) || rank < 32 ? low : high, rank % 32);
+        return reinterpret_cast<u8*>(at);
+    }
+};
+
+// A word of a row, 8 channels, cast.
+struct Cast {
+    uint4 word;
+    float scale;
+
+    // All lanes of a scale's block.
+    __device__ Cast(const Wire& wire, uint4 channels) : word(channels), scale(0.0f) {
+#if __CUDA_ARCH__ >= 890
+        if (wire.format == FORMAT_BF16) return;
+        const BlockScale block = block_scale(largest_of_block(largest_magnitude(channels)), wire.format != FORMAT_FP8);
+        const uint2 codes = cast_word(channels, block.factor);
+        word.x = codes.x, word.y = codes.y;
+        scale = block.scale;
+#endif
+    }
+
+    // Writes it as word `index` of the row at `to`.
+    __device__ __forceinline__ void store(const Wire& wire, u8* to, u32 index) const {
+        if (wire.format == FORMAT_BF16) {
+            reinterpret_cast<uint4*>(to)[index] = word;
+            return;
+        }
+        reinterpret_cast<uint2*>(to)[index] = make_uint2(word.x, word.y);
+        if (threadIdx.x % SCALE_LANES != 0) return;
+        u8* scales = to + wire.row_bytes;
+        if (wire.format == FORMAT_FP8_UE8M0) {
+            scales[index / SCALE_LANES] = u8(__float_as_uint(scale) >> 23);
+        } else {
+            reinterpret_cast<float*>(scales)[index / SCALE_LANES] = scale;
+        }
+    }
+};
+
+// The rows of this block's tokens on their way to the ranks that the tokens chose. That needs only a
+// token's own choices, so they are off before tokens are counted.
+struct OwnRows {
+    const LowLatencyDispatchParams& params;
+    const Shape& shape;
+    Team team;
+    bool aligned;
+    u32 token, end;
+    // Of the team's next token, on their way: the lane's choice and its first word.
+    i64 id;
+    uint4 word;
+
+    __device__ OwnRows(const LowLatencyDispatchParams& params, const Shape& shape, const Chunk& chunk)
+        : params(params),
+          shape(shape),
+          team(shape.hidden / 8, WARPS, WARPS),
+          aligned(ALIGNED || (params.x | params.x_stride) % 16 == 0),
+          token(chunk.begin + team.index),
+          end(team.works() ? chunk.end : 0) {
+        look();
+    }
+
+    __device__ __forceinline__ uint4 load(u32 of, u32 index) const {
+        const u8* row = reinterpret_cast<const u8*>(params.x) + of * params.x_stride;
+        return index < shape.hidden / 8 ? load_word(row, index, aligned) : make_uint4(0, 0, 0, 0);
+    }
+
+    __device__ __forceinline__ void look() {
+        id = -1;
+        if (token >= end) return;
+        const u32 lane = threadIdx.x % 32;
+        if (lane < shape.top_k) id = choice_at(params.common, token, lane);
+        word = load(token, team.first + lane);
+    }
+
+    // All lanes of all warps.
+    __device__ __forceinline__ void store(const Call& call, const Wire& wire, const Landings& landings) {
+        const LowLatencyParams& p = params.common;
+        const u32 words = shape.hidden / 8;
+#pragma unroll 1
+        while (token < end) {
+            const u32 sent = token;
+            const u64 at = (u64(call.me()) * p.max_tokens + sent) * p.row_stride;
+            const u64 ranks = ranks_of_lanes(rank_of(p, shape, id)) & ~call.masked;
+            uint4 channels = word;
+            token += team.count;
+            look();
+            for (u32 first = team.first; first < words; first += team.stride()) {
+                const u32 index = first + threadIdx.x % 32;
+                if (first != team.first) channels = load(sent, index);
+                const Cast cast(wire, channels);
+#pragma unroll 1
+                for (u64 rest = ranks; rest != 0; rest &= rest - 1) {
+                    u8* to = landings.of(__ffsll(rest) - 1) + at;
+                    if (index < words) cast.store(wire, to, index);
+                }
+            }
+        }
+    }
+};
+
+// Writes the tagged words of this block's tokens to every rank, and counts the tokens. One warp,
+// behind a barrier that is behind the count of the tokens before.
+__device__ inline void write_headers(const Call& call, const Shape& shape, const Shared& shared, const Chunk& chunk) {
     const LowLatencyParams& p = call.p;
+    const u32 lane = threadIdx.x % 32;
     const Wire wire(p, shape);
-    const Chunk chunk(p);
-    const u32 begin = chunk.begin, end = chunk.end, words = shape.hidden / 8;
-    const bool aligned = ALIGNED || (params.x | params.x_stride) % 16 == 0;
     const Place place(shape);
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    // The first choices and rows are on their way while places are found.
-    i64 id = warp == 0 ? look_at(p, place, begin, min(begin + 1, end)) : -1;
-    Row row;
-    row.word = make_uint4(0, 0, 0, 0);
-    const u32 first_items = min(BATCH, end - begin) * words;
-    if (threadIdx.x < first_items) row.load(params, begin + threadIdx.x / words, threadIdx.x % words, aligned);
-    count_before(p, shape, shared.counters, begin);
-    __syncthreads();
-    enter_call(call);
+    const auto look = [&](u32 token) { return look_at(p, place, token, min(token + 1, chunk.end)); };
     u32 messages = 0;
-    for (u32 r = lane; r < shape.ranks && warp == 0; r += 32) shared.first_slot[r] = shared.counters.ranks[r];
-    __syncwarp();
-    for (u32 batch = begin; batch < end; batch += BATCH) {
-        const u32 tokens = min(BATCH, end - batch);
-        for (u32 i = 0; i < tokens && warp == 0; i++) {
-            const u32 token = batch + i;
-            const i64 next = look_at(p, place, token + 1, min(token + 2, end));
-            messages += place_token(call, shape, shared, place, token, i, id);
-            id = next;
-        }
-        __syncthreads();
-        for (u32 item = threadIdx.x; item < tokens * words; item += THREADS) {
-            const u32 i = item / words, index = item % words;
-            if (batch != begin || item >= THREADS) row.load(params, batch + i, index, aligned);
-            row.store(wire, shared.targets + i * shape.top_k, shared.target_count[i], index);
-        }
-        __syncthreads();
+    i64 id = look(chunk.begin);
+#pragma unroll 1
+    for (u32 token = chunk.begin; token < chunk.end; token++) {
+        const i64 next = look(token + 1);
+        const Places places(p, shape, shared.counters, place, token, id);
+        const Choices& choices = places.choices;
+        messages += __popcll(ranks_of_lanes(choices.rank) & ~call.masked);
+        for_each_rank(call, shape, [&](u32 to) {
+            if (lane >= shape.top_k) return;
+            const u32 value = choices.leads_expert() && choices.rank == to ? places.place(p, shape) : NO_PLACE;
+            st_relaxed_sys(header_of(call, shape, to, call.me(), token) + lane, call.group.word(value));
+        });
+        id = next;
     }
-    // The last block has counted all tokens.
-    if (blockIdx.x == gridDim.x - 1) {
-        announce(call, shape, *shared.counters.bad, shared.counters.experts);
-        // The counters' memory is used again.
-        __syncthreads();
-    }
-    const u32 message_bytes = (2 + shape.top_k) * 8 + wire.row_bytes + wire.scale_bytes;
-    if (threadIdx.x == 0 && messages) atomicAdd(&p.shared->wire_bytes, u64(messages) * message_bytes);
+    if (lane != 0 || chunk.begin == chunk.end) return;
+    const u32 headers = (chunk.end - chunk.begin) * __popcll(Sources::everyone(shape) & ~call.masked);
+    const u64 row_bytes = u64(messages) * (wire.row_bytes + wire.scale_bytes);
+    atomicAdd(&p.shared->wire_bytes, row_bytes + u64(headers) * shape.top_k * 8);
 }
 
-// Lets every rank know which of its slots the block has filled. One warp, behind a barrier that is
-// behind the rows.
-__device__ inline void publish(const Call& call, const Shape& shape, const Shared& shared) {
-    const Chunk chunk(call.p);
+// Lets every rank know that the block's rows are there. One warp, behind a barrier that is behind the
+// rows.
+__device__ inline void publish(const Call& call, const Shape& shape, const Chunk& chunk) {
     if (chunk.begin == chunk.end) return;
     for (u32 r = threadIdx.x % 32; r < shape.ranks; r += 32) {
         if (call.is_masked(r)) continue;
         // The block's rows come first.
         fence_acq_rel_sys();
-        st_relaxed_sys(call.flag(r, call.me(), blockIdx.x), call.group.word(shared.first_slot[r]),
-                       call.group.word(shared.last_slot[r]));
+        st_relaxed_sys(call.flag(r, call.me(), blockIdx.x), call.group.word(0), call.group.word(0));
     }
+}
+
+// Writes this block's tokens to the ranks they go to, and announces. Waits for nobody. The last warp
+// is busy with the flags for as long as the rows need to arrive; the others go on. All threads.
+__device__ inline void send(const LowLatencyDispatchParams& params, const Call& call, const Shape& shape,
+                            const Shared& shared) {
+    const LowLatencyParams& p = call.p;
+    const Chunk chunk(p);
+    // What this block reads is on its way before it is needed.
+    OwnRows rows(params, shape, chunk);
+    CountBefore count(p, shape, chunk.begin);
+    const Landings landings(call, shape);
+    shared.counters.clear(p);
+    __syncthreads();
+    rows.store(call, Wire(p, shape), landings);
+    count.run(p, shape, shared.counters);
+    __syncthreads();
+    if (p.shrink) {
+        // Who has seen the flags of a rank must not wait for it any more, so headers come first.
+        if (threadIdx.x < 32) write_headers(call, shape, shared, chunk);
+        __syncthreads();
+    }
+    if (threadIdx.x >= RECEIVERS) {
+        publish(call, shape, chunk);
+        enter_call(call);
+        return;
+    }
+    if (!p.shrink && threadIdx.x < 32) write_headers(call, shape, shared, chunk);
+    // The counters' memory is used again.
+    meet_receivers();
+    if (blockIdx.x != gridDim.x - 1) return;
+    // The last block has counted all tokens.
+    announce(call, shape, *shared.counters.bad, shared.counters.experts);
+    meet_receivers();
 }
 
 // Ranges begin behind those of the sources before. `thread` of so many.
@@ -204,7 +251,7 @@ __device__ inline void place_ranges(const Shape& shape, const Shared& shared, co
 // Writes what the caller is told about the rows, before counts become begins. One block.
 __device__ inline void write_tables(const LowLatencyDispatchParams& params, const Shape& shape, const Shared& shared,
                                     const Sources& sources, bool any) {
-    for (u32 e = threadIdx.x; e < shape.local_experts; e += THREADS) {
+    for (u32 e = threadIdx.x; e < shape.local_experts; e += RECEIVERS) {
         u32 sum = 0;
         for (u32 s = 0; s < shape.ranks; s++) {
             const bool here = any && sources.present >> s & 1;
@@ -217,137 +264,151 @@ __device__ inline void write_tables(const LowLatencyDispatchParams& params, cons
     }
 }
 
-// Where the copies of a message go: lane i has the i-th.
+// Where the copies of a message go, as the lanes of a warp see it.
 struct Copies {
-    u32 count;
-    u32 token;
+    // Lanes that have one.
+    u32 lanes;
     u64 row, scales;
     // Index in src_info.
     u64 index;
 
-    // Reads the tagged words of a message. All lanes.
-    __device__ Copies(const LowLatencyDispatchParams& params, const Shape& shape, const Shared& shared, u32 source,
-                      const u64* header) {
-        const u32 lane = threadIdx.x % 32;
-        u64 first, second;
-        ld_relaxed_sys(header, first, second);
-        const u32 place = lane < shape.top_k ? u32(ld_relaxed_sys(header + 2 + lane)) : 0;
-        token = u32(first);
-        count = min(u32(second), shape.top_k);
-        const u32 most = params.common.max_tokens;
-        const u32 expert = place / most, position = place % most;
-        bool valid = lane < count && expert < shape.local_experts;
-        u32 at = 0;
-        if (valid) at = shared.begin[source * shape.local_experts + expert] + position;
+    // Waits for the tagged words of a token. False: a wait gave up. All lanes.
+    __device__ __forceinline__ bool find(const LowLatencyDispatchParams& params, const Call& call, const Shape& shape,
+                                         const Shared& shared, u32 source, u32 token) {
+        const u32 lane = threadIdx.x % 32, most = call.p.max_tokens;
+        u32 place = NO_PLACE;
+        bool here = true;
+        if (lane < shape.top_k) {
+            here = call.wait_word(header_of(call, shape, call.me(), source, token) + lane, place, STAGE_ROWS, source);
+        }
+        if (!__all_sync(~0u, here)) return false;
+        const u32 expert = place / most;
+        u32 at = ~0u;
+        if (place != NO_PLACE && expert < shape.local_experts) {
+            at = shared.begin[source * shape.local_experts + expert] + place % most;
+        }
         // A peer that wrote nonsense makes no place outside the output.
-        if (at >= shape.rows) valid = false;
-        count = __ffs(~__ballot_sync(~0u, valid)) - 1u;
-        // 32 valid lanes.
-        if (count == ~0u) count = 32;
-        row = valid ? params.out_x.data + expert * params.out_x.strides[0] + at * params.out_x.strides[1] : 0;
-        scales = valid ? params.out_scales.data + expert * params.out_scales.strides[0] + at * params.out_scales.strides[1]
-                       : 0;
+        const bool some = at < shape.rows;
+        lanes = __ballot_sync(~0u, some);
+        row = some ? params.out_x.data + expert * params.out_x.strides[0] + at * params.out_x.strides[1] : 0;
+        scales = some ? params.out_scales.data + expert * params.out_scales.strides[0] + at * params.out_scales.strides[1]
+                      : 0;
         index = u64(expert) * shape.rows + at;
+        return true;
     }
 };
 
-// Puts a message where its token's experts read it; `ahead` are the lanes' first words. All lanes of all warps of the team.
+// Puts a message where its token's experts read it. All lanes of all warps of the team.
 __device__ inline void put_row(const LowLatencyDispatchParams& params, const Wire& wire, const Team& team,
-                               const Copies& copies, const u8* from, uint4 ahead, bool aligned) {
-    const u32 lane = threadIdx.x % 32, words = wire.row_bytes / 16;
+                               const Copies& copies, const u8* from, bool aligned) {
+    const u32 lane = threadIdx.x % 32, words = wire.row_bytes / 16, columns = wire.scale_bytes / 4;
+    const u32* scales = reinterpret_cast<const u32*>(from + wire.row_bytes);
+    // There are fewer scales than words.
+#pragma unroll 1
     for (u32 first = team.first; first < words; first += team.stride()) {
         const u32 i = first + lane;
-        uint4 value = ahead;
-        if (first != team.first && i < words) value = ld_landed(reinterpret_cast<const uint4*>(from) + i);
-        for (u32 c = 0; c < copies.count; c++) {
+        uint4 value = make_uint4(0, 0, 0, 0);
+        u32 scale = 0;
+        if (i < words) value = ld_landed(reinterpret_cast<const uint4*>(from) + i);
+        if (i < columns) scale = *reinterpret_cast<const volatile u32*>(scales + i);
+#pragma unroll 1
+        for (u32 rest = copies.lanes; rest != 0; rest &= rest - 1) {
+            const u32 c = __ffs(rest) - 1;
             u8* to = reinterpret_cast<u8*>(__shfl_sync(~0u, copies.row, c));
             if (i < words) store_word(to, i, value, aligned);
-        }
-    }
-    const u32 columns = wire.scale_bytes / 4;
-    const volatile u32* scales = reinterpret_cast<const volatile u32*>(from + wire.row_bytes);
-    for (u32 first = team.first; first < columns; first += team.stride()) {
-        const u32 i = first + lane;
-        const u32 value = i < columns ? scales[i] : 0;
-        for (u32 c = 0; c < copies.count; c++) {
-            const u64 to = __shfl_sync(~0u, copies.scales, c) + i * params.out_scales.strides[2];
-            if (i < columns) *reinterpret_cast<u32*>(to) = value;
+            if (first >= columns) continue;
+            const u64 scale_to = __shfl_sync(~0u, copies.scales, c) + i * params.out_scales.strides[2];
+            if (i < columns) *reinterpret_cast<u32*>(scale_to) = scale;
         }
     }
 }
+
+// A team's way through the tokens of all sources. A block's turns are the sources, other ranks first,
+// once for each of its chunks; its teams take the tokens of all turns in turn.
+struct Walk {
+    const Call& call;
+    const Shape& shape;
+    const Sources& sources;
+    u32 chunk, step, row;
+    // Whether the turn's flag was seen.
+    bool known;
+
+    // Goes to token `row` of the turn, or of one behind it. False: there is no such turn.
+    __device__ __forceinline__ bool advance() {
+        for (; row >= sources.most_tokens && chunk < sources.most_chunks; row -= sources.most_tokens) {
+            known = false;
+            if (++step < shape.ranks) continue;
+            step = 0;
+            chunk += gridDim.x;
+        }
+        return chunk < sources.most_chunks;
+    }
+
+    // Whether the turn has such a token.
+    __device__ __forceinline__ bool find(u32& source, u32& token) const {
+        source = call.me() + 1 + step;
+        if (source >= shape.ranks) source -= shape.ranks;
+        if (!(sources.present >> source & 1) || chunk >= sources.chunks[source]) return false;
+        const u32 grain = sources.all.word(source, WORD_CHUNK);
+        const u64 at = u64(chunk) * grain + row;
+        token = u32(at);
+        return row < grain && at < min(sources.all.word(source, WORD_TOKENS), call.p.max_tokens);
+    }
+};
 
 // Waits for the chunks of all sources and puts their rows. False: a wait gave up.
 __device__ inline bool put_rows(const LowLatencyDispatchParams& params, const Call& call, const Shape& shape,
                                 const Shared& shared, Sources& sources) {
     const LowLatencyParams& p = call.p;
     const Wire wire(p, shape);
-    const Team team(wire.row_bytes / 16, 16, WARPS);
+    const Team team(wire.row_bytes / 16, RECEIVERS / 64, RECEIVERS / 32);
     if (!team.works()) return true;
-    const u32 lane = threadIdx.x % 32, word = team.first + lane;
+    const u32 lane = threadIdx.x % 32;
     const bool aligned =
         ALIGNED || (params.out_x.data | params.out_x.strides[0] | params.out_x.strides[1]) % 16 == 0;
-    const u32 most_rows = sources.most_tokens, most_chunks = sources.most_chunks;
     const i64 start = clock64();
-    // A block's turns are the sources, other ranks first, once for each of its chunks. Its teams take
-    // the rows of all turns in turn.
-    u32 chunk = blockIdx.x, step = 0, row = team.index;
-    u32 first = 0, end = 0;
-    bool known = false;
-    for (;;) {
-        for (; row >= most_rows && chunk < most_chunks; row -= most_rows) {
-            known = false;
-            if (++step < shape.ranks) continue;
-            step = 0;
-            chunk += gridDim.x;
+    for (Walk walk{call, shape, sources, blockIdx.x, 0, team.index, false}; walk.advance(); walk.row += team.count) {
+        u32 source, token;
+        if (!walk.find(source, token)) continue;
+        // Headers are there before the rows: their places are known when the flag comes.
+        Copies copies;
+        if (!copies.find(params, call, shape, shared, source, token)) return false;
+        if (copies.lanes == 0) continue;
+        if (team.first == 0 && copies.lanes >> lane & 1) {
+            reinterpret_cast<u32*>(params.src_info)[copies.index] = token;
         }
-        if (chunk >= most_chunks) return true;
-        const u32 source = (call.me() + 1 + step) % shape.ranks;
-        const bool some = sources.present >> source & 1 && chunk < sources.chunks[source];
-        if (some && !known) {
+        if (!walk.known) {
             bool here = true;
             if (lane == 0) {
-                here = call.wait_flag(call.flag(call.me(), source, chunk), first, end, STAGE_ROWS, source);
+                u32 first, second;
+                here = call.wait_flag(call.flag(call.me(), source, walk.chunk), first, second, STAGE_ROWS, source);
                 if (source != call.me()) atomicMax(&sources.waited[source], clock64() - start);
             }
             if (!__shfl_sync(~0u, here, 0)) return false;
-            first = __shfl_sync(~0u, first, 0), end = min(__shfl_sync(~0u, end, 0), p.max_tokens);
-            // Every lane reads what lane 0 has seen announced.
+            // Every lane reads what lane 0 has seen published.
             __syncwarp();
-            known = true;
+            walk.known = true;
         }
-        if (some && first + row < end) {
-            const u64 message = u64(source) * p.max_tokens + first + row;
-            const u64* header = reinterpret_cast<const u64*>(call.tagged(call.me()) + message * header_bytes(shape));
-            const u8* from = call.rows(call.me()) + message * p.row_stride;
-            // The row's first words are on their way while the header says where they go.
-            uint4 ahead = make_uint4(0, 0, 0, 0);
-            if (word < wire.row_bytes / 16) ahead = ld_landed(reinterpret_cast<const uint4*>(from) + word);
-            const Copies copies(params, shape, shared, source, header);
-            if (team.first == 0 && lane < copies.count) {
-                reinterpret_cast<u32*>(params.src_info)[copies.index] = copies.token;
-            }
-            put_row(params, wire, team, copies, from, ahead, aligned);
-        }
-        row += team.count;
+        const u8* from = call.rows(call.me()) + (u64(source) * p.max_tokens + token) * p.row_stride;
+        put_row(params, wire, team, copies, from, aligned);
     }
+    return true;
 }
 
-// Waits for all ranks and puts what came for each expert. False: a wait gave up.
+// Waits for all ranks and puts what came for each expert. False: a wait gave up. The threads that
+// receive.
 __device__ inline bool receive(const LowLatencyDispatchParams& params, const Call& call, const Shape& shape,
                                const Shared& shared, Sources& sources) {
     const LowLatencyParams& p = call.p;
-    const auto instead = [&] {
-        if (call.is_whole()) publish(call, shape, shared);
-    };
-    if (!gather(call, shape, sources, shared.words, p.discard ? nullptr : shared.begin, instead)) return false;
+    if (!gather(call, shape, sources, shared.words, p.discard ? nullptr : shared.begin)) return false;
     // One block needs the counts for longer, and with `shrink` it is not known yet who takes part.
     const bool tabulates = blockIdx.x == gridDim.x - 1, early = !p.shrink && !p.discard && !tabulates;
     if (threadIdx.x < 32) {
         judge(call, shape, sources);
     } else if (early) {
-        place_ranges(shape, shared, sources, threadIdx.x - 32, THREADS - 32);
+        place_ranges(shape, shared, sources, threadIdx.x - 32, RECEIVERS - 32);
     }
-    __syncthreads();
+    meet_receivers();
     if (blockIdx.x == 0) tell(call, sources);
     if (p.discard) return true;
     const bool any = sources.all.verdict == VERDICT_OK;
@@ -355,42 +416,39 @@ __device__ inline bool receive(const LowLatencyDispatchParams& params, const Cal
     if (tabulates) write_tables(params, shape, shared, sources, any);
     if (!any) return true;
     if (!early) {
-        __syncthreads();
-        place_ranges(shape, shared, sources, threadIdx.x, THREADS);
-        __syncthreads();
+        meet_receivers();
+        place_ranges(shape, shared, sources, threadIdx.x, RECEIVERS);
+        meet_receivers();
     }
     const bool here = put_rows(params, call, shape, shared, sources);
     if (blockIdx.x != 0) return here;
-    __syncthreads();
+    meet_receivers();
     add_waits(shape, sources, params.wait_stats);
     return here;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     low_latency_dispatch(const __grid_constant__ LowLatencyDispatchParams params) {
-    extern __shared__ __align__(16) u64 memory[];
+    extern __shared__ __align__(16) u32 memory[];
     __shared__ Sources sources;
     __shared__ u64 bad;
     const LowLatencyParams& p = params.common;
     const Shape shape(p);
     Call call(p);
-    if (threadIdx.x == 0) bad = ~u64(0);
     const Shared shared(memory, &bad, p, shape);
     call.heed_exclusions();
     sources.clear(call, shape, shared.words);
-    bool here = true;
-    if (p.phases & LL_REJECT) {
-        here = reject(call, shape, sources, shared.words);
+    if (p.phases & LL_SEND && !(p.phases & LL_REJECT)) {
+        send(params, call, shape, shared);
     } else {
-        if (p.phases & LL_SEND) {
-            send(params, call, shape, shared);
-        } else {
-            __syncthreads();
-        }
-        if (p.phases & LL_RECEIVE) {
+        __syncthreads();
+    }
+    bool here = true;
+    if (threadIdx.x < RECEIVERS) {
+        if (p.phases & LL_REJECT) {
+            here = reject(call, shape, sources, shared.words);
+        } else if (p.phases & LL_RECEIVE) {
             here = receive(params, call, shape, shared, sources);
-        } else if (threadIdx.x < 32) {
-            publish(call, shape, shared);
         }
     }
     leave_call(call, !here);

@@ -26,8 +26,8 @@ pub(super) const ROW_ALIGN: u64 = 128;
 ///   | tagged words [2] | rows [2]
 /// ```
 ///
-/// A half of the tagged words has 16 bytes per (rank, token, choice): a dispatch's headers or a
-/// combine's choices. Nothing but words with a call's number is ever written there. A half of the
+/// A half of the tagged words has 16 bytes per (rank, token, choice): a dispatch's headers, which take
+/// 8 of them, or a combine's choices. Nothing but words with a call's number is ever written there. A half of the
 /// rows has a row per (rank, token), or (token, choice) of an exact combine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Area {
@@ -154,8 +154,7 @@ impl Area {
                 ),
             ));
         }
-        let words = (shape.top_k * 16).max((2 + shape.top_k.next_multiple_of(2)) * 8);
-        let tagged = checked_product(&[shape.ranks, shape.tokens, words]);
+        let tagged = checked_product(&[shape.ranks, shape.tokens, shape.top_k * 16]);
         let rows = checked_product(&[shape.rows, shape.stride]);
         // A place is a local expert and a row of it in 32 bits, of which all ones mean none.
         let places = checked_product(&[local, shape.tokens]).is_some_and(|n| n < u32::MAX.into());

@@ -33,9 +33,6 @@ use crate::{
 
 const OPERATION: Operation = Operation::LowLatencyDispatch;
 
-/// Tokens whose places a block knows at a time, as in low_latency_dispatch.cu.
-const BATCH: u64 = 8;
-
 /// A dispatch whose send was launched, unless its parameters say that all is one launch.
 struct InFlight {
     low_latency: Arc<LowLatency>,
@@ -175,9 +172,7 @@ fn key(params: &LowLatencyDispatchParams) -> LowLatencyKey {
 /// Bytes of dynamic shared memory, see `Shared` in low_latency_dispatch.cu.
 fn shared_bytes(params: &LowLatencyDispatchParams) -> u64 {
     let common = &params.common;
-    let (ranks, top_k) = (u64::from(common.group.ranks), u64::from(common.top_k));
-    let words = BATCH + u64::from(common.experts) + (2 + ANNOUNCE_WORDS) * ranks;
-    BATCH * top_k * 8 + words * 4
+    (u64::from(common.experts) + ANNOUNCE_WORDS * u64::from(common.group.ranks)) * 4
 }
 
 fn launch(

@@ -9,15 +9,18 @@
 //!
 //! ```text
 //! dispatch, rank s to rank d
-//!   send     s  every block counts the tokens before its own: a token's slot at d is the number of
-//!               tokens before it that go to d, its position at an expert the number of those that
-//!               chose the expert. One message per (token, d): tagged words (token, and a local
-//!               expert and position for each of its experts there) and the row, cast in registers.
+//!   send     s -> d  row           of each of the block's tokens that chose d, cast in registers, to
+//!                                  slot (rank s, token): only its own choices must be known
+//!            s  every block counts the tokens before its own: a token's position at an expert is
+//!               the number of those that chose it
+//!            s -> d  header        of every token, in tagged words: local expert and position for
+//!                                  each choice, or that it is not d's
 //!            s -> d  announcement  terms, and rows for each of d's experts; by the last block,
 //!                                  which has counted all tokens
-//!            s -> d  flag          of each block: which slots it filled
+//!            s -> d  flag          of each block: its rows are there
 //!   receive  d  waits for all announcements; a prefix over sources says where each one's rows begin
-//!            d  waits for each block's flag, copies its messages' rows to their experts
+//!            d  waits for each token's header, and if it is d's for the block's flag; copies the row
+//!               to its experts
 //! combine, rank d (experts) to owner s
 //!   send     s -> d  choices       of each token: local expert and position (as in dispatch, found
 //!                                  in the same way) and weight, in tagged words; announcement
@@ -35,7 +38,11 @@
 //! *Flags* come behind rows: the threads of a block store, the block meets, one thread fences
 //! (`fence.acq_rel.sys`, which is cumulative over the meeting) and stores the flag. The reader
 //! acquires the flag, its warp meets, and all lanes read. One fence per block and not per token: it
-//! costs about a round trip over the link.
+//! takes until the link has carried the rows, and a round trip more. So the last warp of a block does
+//! it, and does not receive: the others meet at a barrier of their own (`meet_receivers`) and go on
+//! with headers and announcements, which need no fence. The barrier before the fence is one of all
+//! threads. With masks the headers are written before that barrier, so that whoever has seen the
+//! flags of a rank never waits for it any more.
 //!
 //! *Reuse of a half.* A rank writes for call `n` into memory that was last used in call `n - 2`. It
 //! may, because nobody reads that any more: the rank launches call `n` behind its own receive of

@@ -382,7 +382,7 @@ __device__ inline bool put_rows(const LowLatencyDispatchParams& params, const Ca
             if (lane == 0) {
                 u32 first, second;
                 here = call.wait_flag(call.flag(call.me(), source, walk.chunk), first, second, STAGE_ROWS, source);
-                if (source != call.me()) atomicMax(&sources.waited[source], clock64() - start);
+                if (source != call.me()) atomicMax(&sources.waited_rows[source], clock64() - start);
             }
             if (!__shfl_sync(~0u, here, 0)) return false;
             // Every lane reads what lane 0 has seen published.
@@ -400,7 +400,7 @@ __device__ inline bool put_rows(const LowLatencyDispatchParams& params, const Ca
 __device__ inline bool receive(const LowLatencyDispatchParams& params, const Call& call, const Shape& shape,
                                const Shared& shared, Sources& sources) {
     const LowLatencyParams& p = call.p;
-    if (!gather(call, shape, sources, shared.words, p.discard ? nullptr : shared.begin)) return false;
+    if (!gather(call, shape, sources, shared.words, p.discard ? nullptr : shared.begin, [] {})) return false;
     // One block needs the counts for longer, and with `shrink` it is not known yet who takes part.
     const bool tabulates = blockIdx.x == gridDim.x - 1, early = !p.shrink && !p.discard && !tabulates;
     if (threadIdx.x < 32) {
@@ -420,11 +420,7 @@ __device__ inline bool receive(const LowLatencyDispatchParams& params, const Cal
         place_ranges(shape, shared, sources, threadIdx.x, RECEIVERS);
         meet_receivers();
     }
-    const bool here = put_rows(params, call, shape, shared, sources);
-    if (blockIdx.x != 0) return here;
-    meet_receivers();
-    add_waits(shape, sources, params.wait_stats);
-    return here;
+    return put_rows(params, call, shape, shared, sources);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -452,4 +448,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     }
     leave_call(call, !here);
+    add_waits(call, shape, sources, params.wait_stats);
 }

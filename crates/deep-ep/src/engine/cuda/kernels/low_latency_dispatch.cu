@@ -211,8 +211,9 @@ __device__ inline void send(const LowLatencyDispatchParams& params, const Call& 
     CountBefore count(p, shape, chunk.begin);
     const Landings landings(call, shape);
     shared.counters.clear(p);
-    __syncthreads();
+    // Rows wait for no other warp.
     rows.store(call, Wire(p, shape), landings);
+    __syncthreads();
     count.run(p, shape, shared.counters);
     __syncthreads();
     if (p.shrink) {

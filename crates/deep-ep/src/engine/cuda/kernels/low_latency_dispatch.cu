@@ -240,6 +240,7 @@ __device__ inline void place_ranges(const Shape& shape, const Shared& shared, co
                                     u32 threads) {
     for (u32 e = thread; e < shape.local_experts; e += threads) {
         u32 sum = 0;
+#pragma unroll 4
         for (u32 s = 0; s < shape.ranks; s++) {
             u32* range = &shared.begin[s * shape.local_experts + e];
             const u32 count = sources.present >> s & 1 ? *range : 0;
@@ -254,6 +255,7 @@ __device__ inline void write_tables(const LowLatencyDispatchParams& params, cons
                                     const Sources& sources, bool any) {
     for (u32 e = threadIdx.x; e < shape.local_experts; e += RECEIVERS) {
         u32 sum = 0;
+#pragma unroll 1
         for (u32 s = 0; s < shape.ranks; s++) {
             const bool here = any && sources.present >> s & 1;
             const u32 count = here ? shared.begin[s * shape.local_experts + e] : 0;

@@ -25,7 +25,7 @@ use crate::{
 /// Threads of a block, as in combine.cu.
 const THREADS: u32 = 512;
 /// Units that a block has taken at a time, as in units.cuh.
-const RING: u64 = 4;
+const RING: u64 = 3;
 
 /// A combine that was launched.
 pub(super) struct InFlight {
@@ -215,8 +215,8 @@ fn launch(
 impl InFlight {
     fn new(core: &Arc<Core>, on: OnStream, input: &CombineInput<'_>) -> Result<Self> {
         let total = core.sms(input.num_sms);
-        // Sums read more than they write, so most SMs take part in them.
-        let send = (total / 3).max(1);
+        // An SM sends a little faster than it sums.
+        let send = (total * 5 / 12).max(1);
         let receive = (total - send).max(1);
         let (mut params, dtype) = describe(core, input)?;
         let capacity = remote_rows(core, input.handle);

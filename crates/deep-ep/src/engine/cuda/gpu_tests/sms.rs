@@ -128,7 +128,9 @@ impl<'a> Batch<'a> {
                 let input = CombineInput::new(&done.x, &done.handle);
                 let combine = combine(rank, input, num_sms, &mut self.sums);
                 self.check_sums();
-                self.handle = Some(done.handle);
+                if !way.worst {
+                    self.handle = Some(done.handle);
+                }
                 [dispatch, combine]
             }
             Landing::Caller => {

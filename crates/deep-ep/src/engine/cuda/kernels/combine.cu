@@ -73,14 +73,15 @@ __device__ inline void read_handle(const CombineParams& p, const Shape& shape, c
         shared.first_back[r] = sum;
     }
     if (threadIdx.x == 0) {
-        // As many units as the sending blocks share evenly, and no more of an owner than it has flags.
+        // About a row for each warp, or fences take longer than sending; no more units of an owner than it
+        // has flags.
         u32 rows = 0, most = 0;
         for (u32 r = 0; r < shape.ranks; r++) {
             const u32 count = r == me ? 0 : shared.first_from[r + 1] - shared.first_from[r];
             rows += count;
             most = max(most, count);
         }
-        const u32 each = (rows + 32 * p.send_blocks - 1) / (32 * p.send_blocks);
+        const u32 each = (rows + WARPS * p.send_blocks - 1) / (WARPS * p.send_blocks);
         const u32 units = max(each, 1u) * p.send_blocks;
         *shared.grain = max(max((rows + units - 1) / units, (most + p.group.flags - 1) / p.group.flags), 1u);
     }

@@ -384,12 +384,12 @@ struct Sources {
     u32 most_chunks, most_tokens;
     // Chunks of each source's tokens.
     u32 chunks[64];
-    // Clock cycles waited for each.
-    i64 waited[64];
+    // Clock cycles waited for the announcement of each, and for its rows.
+    i64 waited[64], waited_rows[64];
 
     // Made ready for `gather`. All threads; the barrier is the caller's.
     __device__ void clear(const Call& call, const Shape& shape, u32* words) {
-        if (threadIdx.x < 64) waited[threadIdx.x] = 0;
+        if (threadIdx.x < 64) waited[threadIdx.x] = waited_rows[threadIdx.x] = 0;
         if (threadIdx.x != 0) return;
         all.words = words;
         all.ranks = shape.ranks;
@@ -405,9 +405,12 @@ struct Sources {
 };
 
 // Waits for the announcements; `counts`, if not 0, is in shared memory and gets those `[ranks]
-// [local_experts]` behind. False: a wait gave up. Called by the threads that receive, behind a barrier
+// [local_experts]` behind. A warp that has its words calls `meanwhile()`, which may not wait for
+// longer than the others. False: a wait gave up. Called by the threads that receive, behind a barrier
 // that is behind `Sources::clear`.
-__device__ inline bool gather(const Call& call, const Shape& shape, Sources& sources, u32* words, u32* counts) {
+template <class Meanwhile>
+__device__ inline bool gather(const Call& call, const Shape& shape, Sources& sources, u32* words, u32* counts,
+                              const Meanwhile& meanwhile) {
     const u32 length = WORD_COUNTS + (counts ? shape.local_experts : 0);
     const i64 start = clock64();
     for (u32 i = threadIdx.x; i < shape.ranks * length; i += RECEIVERS) {
@@ -430,6 +433,8 @@ __device__ inline bool gather(const Call& call, const Shape& shape, Sources& sou
             words[source * WORD_COUNTS + w] = value;
         }
     }
+    __syncwarp();
+    meanwhile();
     meet_receivers();
     if (!call.p.shrink) return sources.failed == 0;
     // Ranks that are not there do not disagree.
@@ -504,10 +509,12 @@ __device__ inline bool settle(const Call& call, const Shape& shape, Sources& sou
     return true;
 }
 
-// Adds what block 0 waited for each rank. Called by its threads that receive, after a barrier.
-__device__ inline void add_waits(const Shape& shape, const Sources& sources, u64 stats) {
+// Adds what block 0 waited for each rank. A call that was given up has no caller whose statistics these
+// are. Called by all threads, behind the barrier of `leave_call`.
+__device__ inline void add_waits(const Call& call, const Shape& shape, const Sources& sources, u64 stats) {
     const u32 r = threadIdx.x;
-    if (stats && blockIdx.x == 0 && r < shape.ranks) reinterpret_cast<i64*>(stats)[r] += sources.waited[r];
+    if (!stats || call.p.discard || blockIdx.x != 0 || r >= shape.ranks) return;
+    reinterpret_cast<i64*>(stats)[r] += sources.waited[r] + sources.waited_rows[r];
 }
 
 // Leaves a verdict for the host to find. One block.
@@ -522,7 +529,7 @@ __device__ inline void tell(const Call& call, const Sources& sources) {
 __device__ inline bool reject(const Call& call, const Shape& shape, Sources& sources, u32* words) {
     if (!(call.p.phases & LL_RECEIVE)) announce(call, shape, 0, nullptr);
     if (call.p.phases & LL_SEND) return true;
-    if (!gather(call, shape, sources, words, nullptr)) return false;
+    if (!gather(call, shape, sources, words, nullptr, [] {})) return false;
     if (threadIdx.x < 32) judge(call, shape, sources);
     meet_receivers();
     tell(call, sources);

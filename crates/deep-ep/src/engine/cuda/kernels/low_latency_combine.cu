@@ -18,8 +18,22 @@ constexpr int PARTS_AHEAD = WIRE == WIRE_LOGFMT ? 1 : 2;
 constexpr int PARTS_AHEAD = WIRE == WIRE_LOGFMT ? 2 : TOP_K > 8 || RANKS > 2 ? 3 : 4;
 #endif
 constexpr int SUMS_AHEAD = 4;
+// Whether rows are looked for before all announcements are there. For later GPUs the compiler has no
+// registers for it.
+constexpr bool GUESSES = __CUDA_ARCH__ < 1000;
 
 __device__ __forceinline__ u32 wire_of(const LowLatencyParams& p) { return WIRE ? WIRE : p.format; }
+
+// Adds to a word in shared memory; the block sees what this thread wrote before, if it looks, and this
+// thread what those wrote that have added before.
+__device__ __forceinline__ u32 atom_acq_rel_shared(u32* address, u32 value) {
+    u32 before;
+    asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "r"(shared_address(address)), "r"(value)
+                 : "memory");
+    return before;
+}
 
 // Dynamic shared memory. `shared_bytes` in engine/low_latency/combine.rs sizes it.
 struct Shared {
@@ -41,7 +55,7 @@ struct Shared {
         words = take(shape.ranks * WORD_COUNTS);
         counters.experts = take(p.experts);
         counters.bad = bad;
-        begin = counters.experts;
+        begin = take(p.experts);
         done = take(turns(p) * shape.ranks);
     }
 
@@ -73,7 +87,6 @@ __device__ inline void send(const LowLatencyCombineParams& params, const Call& c
     __syncthreads();
     count.run(p, shape, shared.counters);
     __syncthreads();
-    enter_call(call);
     if (warp == 0) {
         for (u32 token = begin; token < end; token++) {
             const i64 id = next_id;
@@ -127,6 +140,19 @@ struct Parts {
         return !__any_sync(~0u, (chosen >> threadIdx.x % 32 & 1) && found != token);
     }
 
+    // Finds the rows, to be verified, from the lane's choice. All lanes.
+    __device__ __forceinline__ void find(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
+                                         const Shared& shared, u32 owner, u32 place) {
+        const u32 most = call.p.max_tokens, expert = place / most;
+        const bool some = place != NO_PLACE && expert < shape.local_experts;
+        const u32 number = some ? shared.begin[expert * shape.ranks + owner] + place % most : ~0u;
+        const bool inside = number < shape.rows;
+        found = ~0u;
+        if (inside) found = reinterpret_cast<const volatile u32*>(params.src_info)[u64(expert) * shape.rows + number];
+        chosen = __ballot_sync(~0u, some);
+        locate(params, expert, number, inside);
+    }
+
     // Looks for rows that are not where their owner expects them, because its choices were others
     // when the token was dispatched. All lanes.
     __device__ void search(const LowLatencyCombineParams& params, const Call& call, const Shape& shape, u32 owner,
@@ -149,35 +175,30 @@ struct Parts {
     }
 };
 
+// Looks once at the lane's choice of a token and its weight. False: they are not there yet.
+__device__ __forceinline__ bool look_at_choice(const Call& call, const Shape& shape, u32 owner, u32 token, u32& place,
+                                               float& weight) {
+    place = NO_PLACE;
+    weight = 0.0f;
+    if (threadIdx.x % 32 >= shape.top_k) return true;
+    u64 first, second;
+    ld_relaxed_sys(choice_words(call, shape, owner, token), first, second);
+    if (u32(first >> 32) != call.group.tag() || u32(second >> 32) != call.group.tag()) return false;
+    place = u32(first);
+    weight = __uint_as_float(u32(second));
+    return true;
+}
+
 // Waits for a token's weights and finds its rows, to be verified. False: a wait gave up. All lanes.
 __device__ inline bool find_parts(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
                                   const Shared& shared, u32 owner, u32 token, Parts& parts) {
-    const u32 lane = threadIdx.x % 32, most = call.p.max_tokens;
-    u32 place = NO_PLACE;
-    parts.weight = 0.0f;
+    u32 place, polls = 0;
     bool here = true;
-    if (lane < shape.top_k) {
-        const u64* words = choice_words(call, shape, owner, token);
-        u64 first, second;
-        u32 polls = 0;
-        ld_relaxed_sys(words, first, second);
-        while (here && (u32(first >> 32) != call.group.tag() || u32(second >> 32) != call.group.tag())) {
-            here = call.patient(polls, STAGE_WEIGHTS, owner);
-            ld_relaxed_sys(words, first, second);
-        }
-        if (here) place = u32(first), parts.weight = __uint_as_float(u32(second));
+    while (here && !look_at_choice(call, shape, owner, token, place, parts.weight)) {
+        here = call.patient(polls, STAGE_WEIGHTS, owner);
     }
     if (!__all_sync(~0u, here)) return false;
-    const u32 expert = place / most;
-    const bool chosen = place != NO_PLACE && expert < shape.local_experts;
-    const u32 number = chosen ? shared.begin[expert * shape.ranks + owner] + place % most : ~0u;
-    const bool inside = number < shape.rows;
-    parts.found = ~0u;
-    if (inside) {
-        parts.found = reinterpret_cast<const volatile u32*>(params.src_info)[u64(expert) * shape.rows + number];
-    }
-    parts.chosen = __ballot_sync(~0u, chosen);
-    parts.locate(params, expert, number, inside);
+    parts.find(params, call, shape, shared, owner, place);
     return true;
 }
 
@@ -303,9 +324,19 @@ struct Turns {
     }
 };
 
-// Publishes chunks as they become complete: all that are, behind one fence. The last warp.
+// Of the warps of a block, in shared memory.
+struct Progress {
+    // Warps whose wait gave up.
+    u32 stopped;
+    // Bytes of sums.
+    u32 written;
+    // Warps that have all announcements that they wait for, and warps that have written their sums.
+    u32 announced, finished;
+};
+
+// Publishes other ranks' chunks as they become complete: all that are, behind one fence. The last warp.
 __device__ inline void publish(const Call& call, const Shared& shared, const Turns& turns, const Team& team,
-                               u32* stopped) {
+                               const Progress& block) {
     const u32 lane = threadIdx.x % 32;
     for (u32 first = 0; turns.has(first);) {
         u32 end = first;
@@ -318,9 +349,9 @@ __device__ inline void publish(const Call& call, const Shared& shared, const Tur
             const bool over = exists && ld_acquire_shared(&shared.done[turn]) >= tokens * team.warps;
             const u32 pending = ~__ballot_sync(~0u, over);
             end = first + (pending == 0 ? 32 : __ffs(pending) - 1);
-            if (end == first && __shfl_sync(~0u, ld_acquire_shared(stopped), 0)) return;
+            if (end == first && __shfl_sync(~0u, ld_acquire_shared(&block.stopped), 0)) return;
         }
-        if (turn < end && tokens != 0) {
+        if (turn < end && tokens != 0 && owner != call.me()) {
             // Sums were written by other warps, whose counts were acquired above.
             fence_acq_rel_sys();
             st_relaxed_sys(call.flag(owner, call.me(), chunk), call.group.word(0), call.group.word(0));
@@ -328,41 +359,82 @@ __device__ inline void publish(const Call& call, const Shared& shared, const Tur
         __syncwarp();
         first = end;
     }
+    if (lane == 0) atomicAdd(&call.p.shared->wire_bytes, u64(block.written));
 }
 
-// Of the warps of a block, in shared memory.
-struct Progress {
-    // Warps whose wait gave up.
-    u32 stopped;
-    // Bytes of sums.
-    u32 written;
+// A warp has written all its sums. The last one of the block publishes its chunks of this rank's own
+// tokens: who reads them is on this GPU, so that it need not wait for what goes over the link. All
+// lanes.
+__device__ inline void publish_own(const Call& call, const Sources& sources, const Team& team, Progress& block) {
+    const u32 me = call.me(), lane = threadIdx.x % 32;
+    u32 before = 0;
+    if (lane == 0) before = atom_acq_rel_shared(&block.finished, 1);
+    if (__shfl_sync(~0u, before, 0) + 1 != team.count * team.warps || !(sources.present >> me & 1)) return;
+    // All lanes publish what lane 0 has seen counted.
+    __syncwarp();
+    for (u32 chunk = blockIdx.x + lane * gridDim.x; chunk < sources.chunks[me]; chunk += 32 * gridDim.x) {
+        fence_acq_rel_gpu();
+        st_relaxed_sys(call.flag(me, me, chunk), call.group.word(0), call.group.word(0));
+    }
+}
+
+// The rows of one token, found by a warp: those of token `message % max_tokens` of rank
+// `message / max_tokens`, if it is not NONE.
+struct Found {
+    static constexpr u32 NONE = ~0u;
+    u32 message;
+    Parts parts;
+
+    // Looks for what is probably the team's first token while announcements are still to come: it is, if
+    // chunks of the other ranks are as large as here. Does not wait longer than they do. All lanes.
+    __device__ __forceinline__ void guess(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
+                                          const Shared& shared, const Team& team, const Progress& block) {
+        message = NONE;
+        const u32 grain = call.p.chunk_tokens;
+        u32 owner = call.me() + 1, index = team.index;
+        for (; index >= grain; index -= grain) owner++;
+        const u32 token = blockIdx.x * grain + index;
+        if (!team.works() || owner > call.me() + shape.ranks || token >= call.p.max_tokens) return;
+        if (owner >= shape.ranks) owner -= shape.ranks;
+        u32 place;
+        bool seen;
+        while (!(seen = look_at_choice(call, shape, owner, token, place, parts.weight))) {
+            if (ld_acquire_shared(&block.announced) == DATA_WARPS) break;
+        }
+        if (!__all_sync(~0u, seen)) return;
+        parts.find(params, call, shape, shared, owner, place);
+        message = owner * call.p.max_tokens + token;
+    }
 };
 
-// Sums this block's share of all ranks' tokens. False: a wait gave up.
+// Teams of warps that write sums: two words per lane, so that two tokens of the usual size are in work.
+__device__ __forceinline__ Team data_team(const Shape& shape) {
+    return Team((shape.hidden / 8 + 1) / 2, DATA_WARPS, DATA_WARPS);
+}
+
+// Sums this block's share of all ranks' tokens; `found` may be the first. False: a wait gave up. The
+// threads that receive.
 __device__ inline bool write_partials(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
-                                      const Shared& shared, const Sources& sources, Progress& block) {
+                                      const Shared& shared, const Turns& turns, Found& found, Progress& block) {
     const LowLatencyParams& p = call.p;
     const u32 wire = wire_of(p), words = shape.hidden / 8;
-    // Two words per lane, so that two tokens of the usual size are in work.
-    const Team team((words + 1) / 2, DATA_WARPS, DATA_WARPS);
-    const Turns turns{call, shape, sources};
-    if (threadIdx.x / 32 == DATA_WARPS) {
-        publish(call, shared, turns, team, &block.stopped);
-        return true;
-    }
+    const Team team = data_team(shape);
     if (!team.works()) return true;
     const u32 lane = threadIdx.x % 32;
     const bool aligned = ALIGNED || (params.x.data | params.x.strides[0] | params.x.strides[1]) % 16 == 0;
+    Parts& parts = found.parts;
     // Teams take the tokens of all turns in turn.
     u32 turn = 0;
+#pragma unroll 1
     for (u32 index = team.index;; index += team.count) {
-        for (; index >= sources.most_tokens && turns.has(turn); index -= sources.most_tokens) turn++;
-        if (!turns.has(turn)) return true;
+        for (; index >= turns.sources.most_tokens && turns.has(turn); index -= turns.sources.most_tokens) turn++;
+        if (!turns.has(turn)) break;
         u32 owner, chunk, first;
         if (index >= turns.find(turn, owner, chunk, first)) continue;
         const u32 token = first + index;
-        Parts parts;
-        if (!find_parts(params, call, shape, shared, owner, token, parts)) {
+        const bool here = (GUESSES && found.message == owner * p.max_tokens + token) ||
+                          find_parts(params, call, shape, shared, owner, token, parts);
+        if (!here) {
             // A rank that went away gets nothing more.
             if (call.goes_on()) {
                 if (lane == 0) call.exclude(owner);
@@ -388,42 +460,59 @@ __device__ inline bool write_partials(const LowLatencyCombineParams& params, con
         __syncwarp();
         if (lane == 0) red_release_shared(&shared.done[turn], 1);
     }
+    publish_own(call, turns.sources, team, block);
+    return true;
 }
 
-// Waits for all ranks' weights and writes the sums of this rank's experts. False: a wait gave up.
-__device__ inline bool partials(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
-                                const Shared& shared, Sources& sources) {
-    __shared__ Progress block;
-    if (threadIdx.x == 0) block.stopped = block.written = 0;
-    // Behind the counters, which are not needed any more.
-    __syncthreads();
+// Makes shared memory ready for the sums. All threads; the barrier is the caller's.
+__device__ inline void prepare(const LowLatencyCombineParams& params, const Shape& shape, const Shared& shared,
+                               Progress& block) {
+    if (threadIdx.x == 0) block.stopped = block.written = block.announced = block.finished = 0;
     const u32 ranges = shape.local_experts * shape.ranks;
-    // By the last warps first: the first ones wait for announcements.
+    // By the last warps first: the first one writes choices.
     for (u32 i = THREADS - 1 - threadIdx.x; i < ranges; i += THREADS) {
         shared.begin[i] = u32(reinterpret_cast<const u64*>(params.layout_range)[i] >> 32);
     }
-    for (u32 i = threadIdx.x; i < Shared::turns(call.p) * shape.ranks; i += THREADS) shared.done[i] = 0;
-    if (threadIdx.x < RECEIVERS && gather(call, shape, sources, shared.words, nullptr) && threadIdx.x < 32) {
-        judge(call, shape, sources);
+    for (u32 i = threadIdx.x; i < Shared::turns(params.common) * shape.ranks; i += THREADS) shared.done[i] = 0;
+}
+
+// What block 0 does when it knows what all have announced. All threads.
+__device__ inline void conclude_call(const Call& call, const Shape& shape, const Sources& sources) {
+    tell(call, sources);
+    // The receiving launch of this rank reads it.
+    if (threadIdx.x == 0) call.p.shared->verdict = call.group.word(sources.all.verdict);
+    if (!call.p.shrink) return;
+    for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) {
+        if (sources.lost >> r & 1) call.exclude(r);
+    }
+}
+
+// Waits for all ranks' weights and writes the sums of this rank's experts. False: a wait of this warp
+// gave up. The last warp comes back when all is published, the others when they have written their
+// part. All threads.
+__device__ inline bool partials(const LowLatencyCombineParams& params, const Call& call, const Shape& shape,
+                                const Shared& shared, Sources& sources) {
+    __shared__ Progress block;
+    prepare(params, shape, shared, block);
+    __syncthreads();
+    Found found;
+    if (threadIdx.x >= RECEIVERS) {
+        enter_call(call);
+    } else {
+        const bool here = gather(call, shape, sources, shared.words, nullptr, [&] {
+            if (threadIdx.x % 32 == 0) red_release_shared(&block.announced, 1);
+            if (GUESSES) found.guess(params, call, shape, shared, data_team(shape), block);
+        });
+        if (here && threadIdx.x < 32) judge(call, shape, sources);
     }
     __syncthreads();
     if (sources.failed) return false;
-    if (blockIdx.x == 0) {
-        tell(call, sources);
-        // The receiving launch of this rank reads it.
-        if (threadIdx.x == 0) call.p.shared->verdict = call.group.word(sources.all.verdict);
-        if (call.p.shrink) {
-            for (u32 r = threadIdx.x; r < shape.ranks; r += THREADS) {
-                if (sources.lost >> r & 1) call.exclude(r);
-            }
-        }
-        add_waits(shape, sources, params.wait_stats);
-    }
+    if (blockIdx.x == 0) conclude_call(call, shape, sources);
     if (sources.all.verdict != VERDICT_OK) return true;
-    const bool here = write_partials(params, call, shape, shared, sources, block);
-    __syncthreads();
-    if (threadIdx.x == 0) atomicAdd(&call.p.shared->wire_bytes, u64(block.written));
-    return here;
+    const Turns turns{call, shape, sources};
+    if (threadIdx.x < RECEIVERS) return write_partials(params, call, shape, shared, turns, found, block);
+    publish(call, shared, turns, data_team(shape), block);
+    return true;
 }
 
 // The ranks that have a sum for a token, as bits, and this lane's choice.
@@ -449,7 +538,7 @@ __device__ inline bool wait_parts(const Call& call, Sources& sources, u64 ranks,
         if (!(ranks >> r & 1)) continue;
         u32 first, second;
         here = call.wait_flag(call.flag(call.me(), r, token / call.p.chunk_tokens), first, second, STAGE_ROWS, r);
-        if (blockIdx.x == 0 && r != call.me()) atomicMax(&sources.waited[r], clock64() - start);
+        if (blockIdx.x == 0 && r != call.me()) atomicMax(&sources.waited_rows[r], clock64() - start);
     }
     here = __all_sync(~0u, here);
     // What lanes have seen published, all read.
@@ -520,15 +609,16 @@ __device__ inline bool receive(const LowLatencyCombineParams& params, const Call
                                 : ld_relaxed_sys(&p.shared->verdict) == call.group.word(VERDICT_OK);
     if (!came_about) return true;
     const i64 start = clock64();
-    if (threadIdx.x == 0) {
-        sources.present = Sources::everyone(shape) & ~call.masked;
-        sources.lost = 0;
-        sources.failed = 0;
+    if (p.shrink) {
+        // A rank that was late for the partials may have come.
+        if (threadIdx.x == 0) {
+            sources.present = Sources::everyone(shape) & ~call.masked;
+            sources.lost = 0;
+        }
+        meet_receivers();
+        const u32 chunks = (p.tokens + p.chunk_tokens - 1) / p.chunk_tokens;
+        if (!settle(call, shape, sources, [&](u32) { return chunks; })) return false;
     }
-    if (threadIdx.x < 64) sources.waited[threadIdx.x] = 0;
-    meet_receivers();
-    const u32 chunks = (p.tokens + p.chunk_tokens - 1) / p.chunk_tokens;
-    if (!settle(call, shape, sources, [&](u32) { return chunks; })) return false;
     const Team team(shape.hidden / 8, DATA_WARPS, DATA_WARPS);
     const bool aligned = ALIGNED || (params.out | params.out_stride) % 16 == 0;
     const u64 stride = u64(team.count) * gridDim.x;
@@ -538,9 +628,6 @@ __device__ inline bool receive(const LowLatencyCombineParams& params, const Call
         here = p.shrink || wait_parts(call, sources, expected.ranks, u32(at), start);
         if (here) sum_token(params, call, shape, team, expected, u32(at), aligned);
     }
-    if (blockIdx.x != 0) return here;
-    meet_receivers();
-    add_waits(shape, sources, params.wait_stats);
     return here;
 }
 
@@ -562,10 +649,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         if (p.phases & LL_SEND) send(params, call, shape, shared);
         if (p.phases & LL_PARTIALS) here = partials(params, call, shape, shared, sources);
-        // All warps of a block know whether one gave up.
-        if (p.phases & LL_RECEIVE && !__syncthreads_or(!here) && threadIdx.x < RECEIVERS) {
-            here = receive(params, call, shape, sources);
+        if (p.phases & LL_RECEIVE) {
+            // A warp goes on when it has written its sums, and does not wait until all are published.
+            // With `shrink` all must agree first who takes part; a launch that only receives begins here.
+            bool stops = !here;
+            if (p.shrink || !(p.phases & LL_PARTIALS)) stops = __syncthreads_or(stops);
+            if (!stops && threadIdx.x < RECEIVERS) here = receive(params, call, shape, sources);
         }
     }
     leave_call(call, !here);
+    add_waits(call, shape, sources, params.wait_stats);
 }

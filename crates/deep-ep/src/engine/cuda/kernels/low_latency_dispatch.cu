@@ -211,8 +211,9 @@ __device__ inline void send(const LowLatencyDispatchParams& params, const Call& 
     CountBefore count(p, shape, chunk.begin);
     const Landings landings(call, shape);
     shared.counters.clear(p);
-    __syncthreads();
+    // Rows wait for no other warp.
     rows.store(call, Wire(p, shape), landings);
+    __syncthreads();
     count.run(p, shape, shared.counters);
     __syncthreads();
     if (p.shrink) {
@@ -239,6 +240,7 @@ __device__ inline void place_ranges(const Shape& shape, const Shared& shared, co
                                     u32 threads) {
     for (u32 e = thread; e < shape.local_experts; e += threads) {
         u32 sum = 0;
+#pragma unroll 4
         for (u32 s = 0; s < shape.ranks; s++) {
             u32* range = &shared.begin[s * shape.local_experts + e];
             const u32 count = sources.present >> s & 1 ? *range : 0;
@@ -253,6 +255,7 @@ __device__ inline void write_tables(const LowLatencyDispatchParams& params, cons
                                     const Sources& sources, bool any) {
     for (u32 e = threadIdx.x; e < shape.local_experts; e += RECEIVERS) {
         u32 sum = 0;
+#pragma unroll 1
         for (u32 s = 0; s < shape.ranks; s++) {
             const bool here = any && sources.present >> s & 1;
             const u32 count = here ? shared.begin[s * shape.local_experts + e] : 0;
@@ -382,7 +385,7 @@ __device__ inline bool put_rows(const LowLatencyDispatchParams& params, const Ca
             if (lane == 0) {
                 u32 first, second;
                 here = call.wait_flag(call.flag(call.me(), source, walk.chunk), first, second, STAGE_ROWS, source);
-                if (source != call.me()) atomicMax(&sources.waited[source], clock64() - start);
+                if (source != call.me()) atomicMax(&sources.waited_rows[source], clock64() - start);
             }
             if (!__shfl_sync(~0u, here, 0)) return false;
             // Every lane reads what lane 0 has seen published.
@@ -400,7 +403,7 @@ __device__ inline bool put_rows(const LowLatencyDispatchParams& params, const Ca
 __device__ inline bool receive(const LowLatencyDispatchParams& params, const Call& call, const Shape& shape,
                                const Shared& shared, Sources& sources) {
     const LowLatencyParams& p = call.p;
-    if (!gather(call, shape, sources, shared.words, p.discard ? nullptr : shared.begin)) return false;
+    if (!gather(call, shape, sources, shared.words, p.discard ? nullptr : shared.begin, [] {})) return false;
     // One block needs the counts for longer, and with `shrink` it is not known yet who takes part.
     const bool tabulates = blockIdx.x == gridDim.x - 1, early = !p.shrink && !p.discard && !tabulates;
     if (threadIdx.x < 32) {
@@ -420,11 +423,7 @@ __device__ inline bool receive(const LowLatencyDispatchParams& params, const Cal
         place_ranges(shape, shared, sources, threadIdx.x, RECEIVERS);
         meet_receivers();
     }
-    const bool here = put_rows(params, call, shape, shared, sources);
-    if (blockIdx.x != 0) return here;
-    meet_receivers();
-    add_waits(shape, sources, params.wait_stats);
-    return here;
+    return put_rows(params, call, shape, shared, sources);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -452,4 +451,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     }
     leave_call(call, !here);
+    add_waits(call, shape, sources, params.wait_stats);
 }

@@ -5,7 +5,7 @@
 #include "group.cuh"
 
 // Units that a block has taken at a time: those that its warps work on, and the next.
-constexpr u32 RING = 4;
+constexpr u32 RING = 3;
 // Which unit a word says, and above that how many the block has taken by then.
 constexpr u32 UNIT_BITS = 16, NO_UNIT = (1u << UNIT_BITS) - 1;
 

@@ -34,7 +34,7 @@ const THREADS: u32 = 512;
 pub(in crate::engine::cuda::engine) const MAX_TOP_K: u32 = 32;
 /// Units that a block has taken at a time, as in units.cuh, and tokens of a chunk at least, as in
 /// dispatch_shared.cuh.
-const RING: u64 = 4;
+const RING: u64 = 3;
 const CHUNK: u32 = 32;
 /// From so many blocks on, some send to other ranks and the rest keep this rank's rows.
 const CREWS_FROM: u32 = 20;

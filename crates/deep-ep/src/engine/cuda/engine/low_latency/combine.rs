@@ -156,7 +156,7 @@ fn shared_bytes(params: &LowLatencyCombineParams, blocks: u32) -> u64 {
     let common = &params.common;
     let ranks = u64::from(common.group.ranks);
     let turns = u64::from(FLAGS.div_ceil(blocks));
-    (ANNOUNCE_WORDS * ranks + u64::from(common.experts) + turns * ranks) * 4
+    (ANNOUNCE_WORDS * ranks + 2 * u64::from(common.experts) + turns * ranks) * 4
 }
 
 fn launch(

@@ -44,6 +44,13 @@
 //! threads. With masks the headers are written before that barrier, so that whoever has seen the
 //! flags of a rank never waits for it any more.
 //!
+//! In a combine the last warp publishes chunks of other ranks' tokens when the warps of the block have
+//! counted them done in shared memory (with release; it acquires the count before it fences), while
+//! those go on to receive. Chunks of the rank's own tokens are published by the warp that is the last
+//! to have written its sums: it and the readers are on one GPU, so `fence.acq_rel.gpu` is enough,
+//! which need not wait for what is still on the link. With masks the block meets between its partials
+//! and its receive.
+//!
 //! *Reuse of a half.* A rank writes for call `n` into memory that was last used in call `n - 2`. It
 //! may, because nobody reads that any more: the rank launches call `n` behind its own receive of
 //! `n - 1` (a call's receive is launched before the next call's send; if the caller does not, the
@@ -53,13 +60,17 @@
 //! same way. So a call never waits before it writes.
 //!
 //! *Numbers.* A send reads how many calls were received and writes how many came before its own; a
-//! receive reads the latter and writes the former. No launch reads what it writes itself, so blocks
-//! need not meet for it, and kernel boundaries order the rest.
+//! receive reads the latter and writes the former. Neither launch reads what it writes itself, so
+//! blocks need not meet for it, and kernel boundaries order the rest. One launch for all of a call
+//! does: of its blocks the one that is the last to have read the number writes it as it ends.
 //!
 //! *Positions* of a combine are where the owner's tokens would be if they were dispatched with the
 //! choices of the combine, which are usually those of the dispatch. The expert's side checks each row
 //! against `src_info` while the row is already on its way and searches its source's range if it is
-//! another token's.
+//! another token's. A warp looks for the rows of its first token while announcements are still on
+//! their way, as if all ranks had as many tokens as this one: choices are tagged, and what it reads
+//! lies in this rank's memory whatever a peer wrote. What it found counts if the announcements say
+//! that this token is its first.
 //!
 //! *Masks* (`enable_shrink`). A launch reads the mask when it begins. Where all blocks must agree who
 //! takes part, because rows are packed, a block first waits for everything of every rank; the first

@@ -79,7 +79,7 @@ tests() { # name seconds arguments...
     local name=$1 limit=$2
     shift 2
     stage "$name" "$limit" 16 '^(FAILED|ERROR)|^[0-9.]+s call|passed|failed|skipped|no tests ran' \
-        "$python" -m pytest -q --engine cuda -p no:cacheprovider --durations=3 --tb=short -rfE "$@"
+        "$python" -m pytest -q -p no:cacheprovider --durations=3 --tb=short -rfE "$@" --engine=cuda
 }
 
 script() { # name seconds options...

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    control::ANNOUNCE_WORDS,
+    control::{ANNOUNCE_WORDS, FLAGS},
     core::{Core, Discard, Half, OnStream, Open, Piece, Progress},
     keys,
     params::{CombineParams, GroupParams, LANDING_UNIT, Terms, phase},
@@ -24,8 +24,6 @@ use crate::{
 
 /// Threads of a block, as in combine.cu.
 const THREADS: u32 = 512;
-/// Units that a block has taken at a time, as in units.cuh.
-const RING: u64 = 3;
 
 /// A combine that was launched.
 pub(super) struct InFlight {
@@ -55,6 +53,17 @@ pub(super) fn begin(core: &Arc<Core>, input: &CombineInput<'_>) -> Result<Box<dy
     let mut call = made?;
     call.launch_send()?;
     Ok(Box::new(call))
+}
+
+/// Most units of a sending block, whose grain `read_handle` in combine.cu chooses: those of the rank
+/// with the most rows, as often as there are other ranks.
+fn units(x: Tensor<'_>, ranks: usize, blocks: u32) -> u32 {
+    let each = x.shape()[0].div_ceil(32 * blocks as usize).max(1);
+    // An owner has no more units than flags.
+    let most = (each * blocks as usize + 1).min(FLAGS as usize);
+    (most * ranks.saturating_sub(1))
+        .div_ceil(blocks as usize)
+        .max(1) as u32
 }
 
 /// Rows of this rank's tokens that come back from others: what the host knows, or the most.
@@ -125,6 +134,8 @@ fn blank(group: GroupParams) -> CombineParams {
         phases: 0,
         discard: 0,
         send_blocks: 1,
+        units: 1,
+        reserved: 0,
     }
 }
 
@@ -179,7 +190,7 @@ fn describe(core: &Core, input: &CombineInput<'_>) -> Result<(CombineParams, u8)
 /// Bytes of dynamic shared memory, see `Shared` in combine.cu.
 fn shared_bytes(params: &CombineParams) -> u64 {
     let ranks = u64::from(params.group.ranks);
-    (ranks * (ANNOUNCE_WORDS + 2 * ranks) + 3 * ranks + 2 + 2 * RING) * 4
+    (ranks * (ANNOUNCE_WORDS + 2 * ranks) + 3 * ranks + 2 + u64::from(params.units)) * 4
 }
 
 /// The kernel for a launch, and its shape.
@@ -224,6 +235,7 @@ impl InFlight {
             + (capacity as u64 * u64::from(params.top_k) * 4).next_multiple_of(256);
         let bytes = rows_at + capacity as u64 * u64::from(params.row_bytes);
         params.send_blocks = send;
+        params.units = units(input.x.as_tensor(), core.ranks, send);
         params.capacity = capacity as u32;
         // Whatever a launch needs besides memory is here before anything is sent.
         prepare(core, &params, dtype, receive)?;

@@ -229,6 +229,8 @@ pub(crate) struct CombineParams {
     pub(crate) phases: u32,
     pub(crate) discard: u32,
     pub(crate) send_blocks: u32,
+    pub(crate) units: u32,
+    pub(crate) reserved: u32,
 }
 
 /// The word in which ranks must agree about a high-throughput call, see `WORD_TERMS`.
@@ -340,7 +342,7 @@ pub(crate) fn assertions() -> String {
         CombineParams {
             group, x, x_stride, weights, weights_stride, bias, bias_stride, slots, sent_rows,
             rank_prefix, out_x, out_stride, out_weights, reject_text, landing, capacity, tokens,
-            x_rows, row_bytes, top_k, terms, phases, discard, send_blocks,
+            x_rows, row_bytes, top_k, terms, phases, discard, send_blocks, units,
         }
     }
     .concat()

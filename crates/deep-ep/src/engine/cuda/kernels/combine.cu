@@ -6,7 +6,6 @@
 #include "combine_params.cuh"
 #include "rows.cuh"
 #include "sum.cuh"
-#include "units.cuh"
 
 constexpr u32 THREADS = 512;
 constexpr u32 WARPS = THREADS / 32;
@@ -32,7 +31,8 @@ struct Shared {
     u32* sent;
     u32* first_back;
     u32* first_from;
-    Ring ring;
+    // `[units]`
+    u32* done;
     // `[1]`: rows of this rank that share a flag.
     u32* grain;
 
@@ -52,8 +52,7 @@ struct Shared {
         first_back = take(shape.ranks);
         first_from = take(shape.ranks + 1);
         grain = take(1);
-        ring.posted = take(RING);
-        ring.done = take(RING);
+        done = take(p.units);
     }
 };
 
@@ -73,17 +72,19 @@ __device__ inline void read_handle(const CombineParams& p, const Shape& shape, c
         shared.first_back[r] = sum;
     }
     if (threadIdx.x == 0) {
-        // About a row for each warp, or fences take longer than sending; no more units of an owner than it
-        // has flags.
+        // As many units as the sending blocks share evenly, and no more of an owner than it has flags
+        // and the host has made counters for.
         u32 rows = 0, most = 0;
         for (u32 r = 0; r < shape.ranks; r++) {
             const u32 count = r == me ? 0 : shared.first_from[r + 1] - shared.first_from[r];
             rows += count;
             most = max(most, count);
         }
-        const u32 each = (rows + WARPS * p.send_blocks - 1) / (WARPS * p.send_blocks);
+        const u32 each = (rows + 32 * p.send_blocks - 1) / (32 * p.send_blocks);
         const u32 units = max(each, 1u) * p.send_blocks;
-        *shared.grain = max(max((rows + units - 1) / units, (most + p.group.flags - 1) / p.group.flags), 1u);
+        const u32 counted = shape.ranks > 1 ? p.units * p.send_blocks / (shape.ranks - 1) : 1;
+        const u32 owned = max(min(p.group.flags, counted), 1u);
+        *shared.grain = max(max((rows + units - 1) / units, (most + owned - 1) / owned), 1u);
     }
     __syncthreads();
 }
@@ -117,46 +118,42 @@ __device__ inline void announce(const CombineParams& p, const Shape& shape, cons
     }
 }
 
-// A unit of rows that go back, of all owners in turn.
-struct Unit {
-    u32 owner, index, first, rows;
+// Units of rows that go back, of all owners in turn; a block has every gridDim-th.
+struct Units {
+    const CombineParams& p;
+    const Shape& shape;
+    const Shared& shared;
 
-    // There may be no rows of its owner left.
-    __device__ Unit(const CombineParams& p, const Shape& shape, const Shared& shared, u32 unit) {
+    // Of the unit that is the block's `local`-th: its owner, first row among the owner's, and rows;
+    // no rows if there is no such unit.
+    __device__ u32 find(u32 local, u32& owner, u32& first, u32& index) const {
+        const u32 unit = blockIdx.x + local * gridDim.x;
         index = unit / (shape.ranks - 1);
         owner = (p.group.rank + 1 + unit % (shape.ranks - 1)) % shape.ranks;
-        const u32 all = shared.first_from[owner + 1] - shared.first_from[owner], grain = *shared.grain;
-        first = index * grain;
-        rows = first < all ? min(grain, all - first) : 0;
+        const u32 rows = shared.first_from[owner + 1] - shared.first_from[owner];
+        const u32 grain = *shared.grain;
+        const u64 begin = u64(index) * grain;
+        first = u32(begin);
+        return begin < rows ? min(grain, rows - u32(begin)) : 0;
     }
 };
 
-// Units of all owners, as many of each as the one with the most rows has.
-__device__ inline u32 count_units(const CombineParams& p, const Shape& shape, const Shared& shared) {
-    u32 most = 0;
-    for (u32 r = 0; r < shape.ranks; r++) {
-        if (r != p.group.rank) most = max(most, shared.first_from[r + 1] - shared.first_from[r]);
+// Publishes the units of this block as they become complete. The last warp.
+__device__ inline void publish(const CombineParams& p, const Shape& shape, const Shared& shared, const Group& group) {
+    const Units units{p, shape, shared};
+    const u32 lane = threadIdx.x % 32;
+    for (u32 unit = 0; unit < p.units; unit++) {
+        u32 owner, first, index;
+        const u32 rows = units.find(unit, owner, first, index);
+        if (rows == 0) continue;
+        while (ld_acquire_shared(&shared.done[unit]) < rows) __nanosleep(20);
+        if (lane != 0) continue;
+        // Rows were written by other warps, whose counts were acquired above.
+        fence_acq_rel_sys();
+        u64* flag = group.flag(owner, p.group.rank, index);
+        st_relaxed_sys(flag, group.word(first));
+        st_relaxed_sys(flag + 1, group.word(first + rows));
     }
-    return (most + *shared.grain - 1) / *shared.grain * (shape.ranks - 1);
-}
-
-// Takes units for the other warps and publishes them. The last warp.
-__device__ inline void lead_units(const CombineParams& p, const Shape& shape, const Shared& shared, const Group& group) {
-    const u32 units = count_units(p, shape, shared);
-    lead(
-        shared.ring,
-        [&](u32 k) {
-            const u32 unit = k == 0 ? blockIdx.x : gridDim.x + take_unit(p.group, 0);
-            return unit < units ? unit : NO_UNIT;
-        },
-        [&](u32 unit) { return Unit(p, shape, shared, unit).rows; },
-        [&](u32, u32 number) {
-            const Unit unit(p, shape, shared, number);
-            if (unit.rows == 0 || threadIdx.x % 32 != 0) return;
-            u64* flag = group.flag(unit.owner, p.group.rank, unit.index);
-            st_relaxed_sys(flag, group.word(unit.first));
-            st_relaxed_sys(flag + 1, group.word(unit.first + unit.rows));
-        });
 }
 
 // Sends one row to its owner. All lanes.
@@ -177,26 +174,28 @@ __device__ inline void send_row(const CombineParams& p, const Shape& shape, cons
     }
 }
 
-// Sends this block's units.
+// Sends this block's share.
 __device__ inline void move(const CombineParams& p, const Shape& shape, const Shared& shared, const Group& group) {
-    const u32 warp = threadIdx.x / 32;
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (shape.ranks == 1) return;
-    shared.ring.clear();
+    for (u32 i = threadIdx.x; i < p.units; i += THREADS) shared.done[i] = 0;
     __syncthreads();
     if (warp == DATA_WARPS) {
-        lead_units(p, shape, shared, group);
+        publish(p, shape, shared, group);
         return;
     }
-    u32 number;
-    bool gone;
-    for (u32 k = 0; shared.ring.wait(k, number, gone); k++) {
-        if (gone) continue;
-        const Unit unit(p, shape, shared, number);
-        // The warp that has a unit's first row is another one for each.
-        for (u32 i = (warp + k) % DATA_WARPS; i < unit.rows; i += DATA_WARPS) {
-            send_row(p, shape, shared, group, unit.owner, unit.first + i);
-            shared.ring.finish(k);
+    const Units units{p, shape, shared};
+    // The warp's next row, counted from the beginning of `unit`.
+    u32 offset = warp;
+    for (u32 unit = 0; unit < p.units; unit++) {
+        u32 owner, first, index;
+        const u32 rows = units.find(unit, owner, first, index);
+        for (; offset < rows; offset += DATA_WARPS) {
+            send_row(p, shape, shared, group, owner, first + offset);
+            __syncwarp();
+            if (lane == 0) red_release_shared(&shared.done[unit], 1);
         }
+        offset -= rows;
     }
 }
 

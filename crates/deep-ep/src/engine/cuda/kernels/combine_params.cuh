@@ -42,6 +42,8 @@ struct CombineParams {
     u32 phases;
     // 1: rows are only waited for, because the call was given up.
     u32 discard;
-    // Blocks of the launch that sends.
+    // Blocks of the launch that sends, and units of each at most.
     u32 send_blocks;
+    u32 units;
+    u32 reserved;
 };

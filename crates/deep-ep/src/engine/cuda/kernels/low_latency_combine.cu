@@ -636,10 +636,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(16) u32 memory[];
     __shared__ Sources sources;
     __shared__ u64 bad;
+    // The call's number: no register has to hold it while sums are written.
+    __shared__ u64 number;
     const LowLatencyParams& p = params.common;
     const Shape shape(p);
     Call call(p);
     const Shared shared(memory, &bad, p, shape);
+    if (threadIdx.x == 0) number = call.group.call;
     call.heed_exclusions();
     sources.clear(call, shape, shared.words);
     bool here = true;
@@ -648,7 +651,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x < RECEIVERS) here = reject(call, shape, sources, shared.words);
     } else {
         if (p.phases & LL_SEND) send(params, call, shape, shared);
-        if (p.phases & LL_PARTIALS) here = partials(params, call, shape, shared, sources);
+        if (p.phases & LL_PARTIALS) {
+            here = partials(params, call, shape, shared, sources);
+            call.group.call = number;
+        }
         if (p.phases & LL_RECEIVE) {
             // A warp goes on when it has written its sums, and does not wait until all are published.
             // With `shrink` all must agree first who takes part; a launch that only receives begins here.

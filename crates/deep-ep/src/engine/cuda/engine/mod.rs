@@ -9,7 +9,7 @@
 //!
 //! ```text
 //! dispatch, rank s to rank d                                                kernel
-//!   s  counts its rows for every rank; finds the slots of its tokens          send
+//!   s  every block counts some chunks of tokens and tells the others          send
 //!   s -> all  announcement: terms, rows for every rank, where rows for s land send
 //!   s  waits for all announcements; all ranks conclude the same               send
 //!   s  rows and what travels with them to base(d) + slot of d's landing block send
@@ -25,9 +25,22 @@
 //!
 //! *Two kernels.* When outputs are the caller's, the receiving half is a launch of its own on the
 //! caller's stream, beside the sending one, which the buffer has put on a stream of its own, behind
-//! what the caller's had; with a loan one launch does both. A sender waits for announcements
-//! only, never for a receiver, so it does not matter when, or whether at the same time, the receiving
-//! half runs. Ranks that share a GPU share out its SMs, so that all their senders are resident.
+//! what the caller's had; with a loan, or a worst case, one launch does both. A sender waits for
+//! announcements, and a launch's blocks for what the others of it have counted, never for a receiver;
+//! so it does not matter when, or whether at the same time, the receiving half runs. Ranks that share a
+//! GPU share out its SMs, so that all their blocks are resident.
+//!
+//! *Counting.* A chunk is 32 tokens, or a unit if that is more. A block stores the rows of its chunks
+//! for each rank in tagged words of this rank's memory, and reads those of all chunks: the slots before a
+//! chunk are their prefix sums, and slots within one are found again by who needs them. No word is
+//! written twice in a call but with the same value, and both launches of a call have words of their own.
+//!
+//! *Units* of tokens share a flag. A block's first one is fixed, the next are taken from a counter,
+//! since links do not serve all SMs alike; where a row goes does not depend on who sends it. The last
+//! warp of a block takes them, finds slots for the others in a ring in shared memory (release of an
+//! entry, acquire by each warp), and gives an entry free only when all rows of its unit are counted. A
+//! warp that comes to an entry which holds a later unit had no row in the one it looks for. The counter
+//! is cleared by the last block to leave the launch.
 //!
 //! *Ordering.* A rank's announcement is stored behind everything that its earlier kernels did, as
 //! launches of a buffer run in order; so it also says that the landing block it names is not read any
@@ -55,9 +68,10 @@
 //! them go before the block is used again.
 //!
 //! *Dead peers.* Every wait has a deadline by the GPU's timer and looks at the region's abort word, and at
-//! a word in which the host marks ranks whose bootstrap connection is lost. Who gives up notes stage
-//! and ranks, raises the abort word of every region and returns: no trap, the context stays usable.
-//! After that no block is given back, since a slow peer may still write.
+//! a word in which the host marks ranks whose bootstrap connection is lost, and at one that a rank
+//! writes into every region when it drops its buffer, after its last kernel. Who gives up notes stage
+//! and ranks, tells every region for whom it waited, then raises its abort word, and returns: no trap,
+//! the context stays usable. After that no block is given back, since a slow peer may still write.
 
 mod combine;
 mod control;

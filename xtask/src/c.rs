@@ -46,14 +46,18 @@ struct Installed {
     programs: PathBuf,
 }
 
-/// Whether there is a C compiler; without, this part of the test is left out.
+/// Whether compilers and make are here; without, this part of the test is left out.
 pub(crate) fn is_possible() -> bool {
-    let mut probe = Command::new(C.compiler);
-    probe
-        .arg("--version")
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
-    probe.status().is_ok_and(|status| status.success())
+    [C.compiler, CPP.compiler, "make", "pkg-config"]
+        .into_iter()
+        .all(|program| {
+            let mut probe = Command::new(program);
+            probe
+                .arg("--version")
+                .stdout(Stdio::null())
+                .stderr(Stdio::null());
+            probe.status().is_ok_and(|status| status.success())
+        })
 }
 
 /// The whole part, as a command of its own.

@@ -42,7 +42,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if c::is_possible() {
         steps.run("C", c::command()?)?;
     } else {
-        println!("--- C left out: there is no gcc");
+        println!("--- C left out: it needs gcc, g++, make and pkg-config");
     }
     steps.run("kernels", kernels::tests()?)?;
     for (name, command) in python::tests(&args.python)? {

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use super::{
     control::{ANNOUNCE_WORDS, FLAGS},
-    core::{Core, Discard, Half, OnStream, Open, Piece, Progress},
+    core::{Core, Half, OnStream, Piece},
     keys,
     params::{CombineParams, GroupParams, LANDING_UNIT, Terms, phase},
+    progress::{Discard, Open, Progress},
 };
 use crate::{
     buffer::{CombineInput, CombineOutput, DispatchHandle, check_combine_output},

@@ -83,6 +83,7 @@ mod landing;
 mod launch;
 pub(crate) mod low_latency;
 pub(crate) mod params;
+mod progress;
 mod split;
 
 use std::sync::Arc;

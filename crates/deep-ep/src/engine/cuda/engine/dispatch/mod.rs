@@ -12,9 +12,10 @@ use self::{
     plan::{Sms, blank, describe, launch, prepare, purpose},
 };
 use super::{
-    core::{Core, Discard, Half, OnStream, Open, Piece, Progress},
+    core::{Core, Half, OnStream, Piece},
     landing::{CudaLoan, LandingLayout, device_tensor},
     params::{DispatchParams, LANDING_UNIT, Terms, phase},
+    progress::{Discard, Open, Progress},
 };
 use crate::{
     buffer::{

@@ -17,11 +17,7 @@ use crate::{
     engine::{
         LowLatencyCombineCall, Operation,
         cuda::{
-            engine::{
-                core::{OnStream, Progress},
-                keys,
-                params::Matrix,
-            },
+            engine::{core::OnStream, keys, params::Matrix, progress::Progress},
             jit::{Key, LowLatencyKey},
         },
     },

@@ -20,9 +20,10 @@ use crate::{
     engine::{
         LowLatencyDispatchCall, Operation,
         cuda::{
-            engine::core::{OnStream, Piece, Progress},
+            engine::core::{OnStream, Piece},
             engine::keys,
             engine::landing::device_tensor,
+            engine::progress::Progress,
             jit::{Key, LowLatencyKey},
         },
     },

@@ -101,8 +101,9 @@ use self::{
     },
 };
 use super::{
-    core::{Core, Half, OnStream, Progress},
+    core::{Core, Half, OnStream},
     params::{Matrix, Terms},
+    progress::Progress,
 };
 use crate::{
     buffer::{LowLatencyCombineInput, LowLatencyDispatchInput},

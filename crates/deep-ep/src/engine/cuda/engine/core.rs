@@ -597,12 +597,21 @@ impl OnStream {
         self.stream.wait(&self.core.join)
     }
 
+    /// Lets this stream wait for what another one has joined: the sending half of a call of this one,
+    /// which another call gave up.
+    pub(crate) fn follow_join(&self) -> Result<()> {
+        self.stream.wait(&self.core.join)
+    }
+
     /// Everything of a call is enqueued.
     pub(crate) fn end(&self) -> Result<()> {
         if self.recorded {
             return Ok(());
         }
-        lock(&self.core.order).event.record(&self.stream)
+        let order = lock(&self.core.order);
+        // A call on another stream may have come between the halves of this one.
+        self.stream.wait(&order.event)?;
+        order.event.record(&self.stream)
     }
 }
 

@@ -25,7 +25,7 @@
 //!
 //! *Two kernels.* When outputs are the caller's, the receiving half is a launch of its own on the
 //! caller's stream, beside the sending one, which the buffer has put on a stream of its own, behind
-//! what the caller's had; with a loan, or a worst case, one launch does both. A sender waits for
+//! what the caller's had; with a loan one launch does both. A sender waits for
 //! announcements, and a launch's blocks for what the others of it have counted, never for a receiver;
 //! so it does not matter when, or whether at the same time, the receiving half runs. Ranks that share a
 //! GPU share out its SMs, so that all their blocks are resident.

@@ -47,6 +47,11 @@ impl Progress {
         self.0.load(Ordering::Acquire) == Self::OPEN
     }
 
+    /// Whether another call gave this one up.
+    pub(crate) fn is_abandoned(&self) -> bool {
+        self.0.load(Ordering::Acquire) == Self::ABANDONED
+    }
+
     /// Whether the caller is to launch the receiving half of a call that was given up.
     pub(crate) fn abandon(&self) -> bool {
         self.take(Self::ABANDONED)

@@ -85,8 +85,7 @@ struct DispatchParams {
     u32 ticket;
     // Tokens that share a flag, a unit: a power of two, or a multiple of 32.
     u32 grain;
-    // Blocks that send to other ranks only. The others keep this rank's rows, or with copy_rows copy them
-    // and those that have landed. 0: all do everything.
+    // Blocks that send to other ranks only, the others keeping this rank's rows; 0: all do both.
     u32 remote_blocks;
     // 1: own rows and landed rows are copied to out_x; 0: they are at their place when they land.
     u32 copy_rows;

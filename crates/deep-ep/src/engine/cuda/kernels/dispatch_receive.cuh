@@ -214,14 +214,10 @@ __device__ inline void receive(const DispatchParams& p, const Shape& shape, cons
     const u32 rank = p.group.rank;
     const Landing landing = landing_of(p, shape, shared, group, rank);
     const bool copies = p.copy_rows && !p.discard;
-    // The blocks that copy.
-    const Crew crew(p);
-    const bool crews = copies && p.remote_blocks != 0, idle = crews && crew.remote;
-    const u32 block = crews ? crew.block : blockIdx.x, blocks = crews ? crew.blocks : gridDim.x;
     // The warps of a block copy a unit together; without copies each takes units of its own.
-    const u32 warps = blocks * WARPS, one = warp * blocks + block;
-    Arrivals arrivals(p, shape, shared, idle ? NOTHING : copies ? block : one, copies ? blocks : warps);
-    OwnTokens own(p, shape, shared, copies && !idle ? one : NOTHING, warps);
+    const u32 warps = gridDim.x * WARPS, one = warp * gridDim.x + blockIdx.x;
+    Arrivals arrivals(p, shape, shared, copies ? blockIdx.x : one, copies ? gridDim.x : warps);
+    OwnTokens own(p, shape, shared, copies ? one : NOTHING, warps);
     u32 polls = 0;
     while (arrivals.more() || own.more()) {
         u32 first = 0, end = 0;

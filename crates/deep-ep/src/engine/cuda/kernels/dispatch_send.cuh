@@ -177,8 +177,6 @@ __device__ inline void lead_units(const DispatchParams& p, const Shape& shape, c
 // Sends this block's units.
 __device__ inline void move(const DispatchParams& p, const Shape& shape, const Shared& shared, const Group& group) {
     const u32 warp = threadIdx.x / 32;
-    // Where rows are copied, those who do so have nothing to send.
-    if (p.copy_rows && !Crew(p).remote) return;
     shared.ring.clear();
     __syncthreads();
     if (warp == DATA_WARPS) {

@@ -93,7 +93,7 @@ struct Shared {
 };
 
 // The blocks that take units in turn. With p.remote_blocks that many blocks send to other ranks, and the
-// rest keep this rank's own rows, or copy: stores over a link and to memory hold each other up less on
+// rest keep this rank's own rows: stores over a link and to memory hold each other up less on
 // different SMs. The first unit of a block is fixed.
 struct Crew {
     u32 block, blocks;

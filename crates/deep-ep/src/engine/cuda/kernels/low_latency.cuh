@@ -99,16 +99,19 @@ struct Call {
         return true;
     }
 
-    // Waits for word `w` of an announcement, behind its fixed words: 0 if the rank rejects the call or
-    // counts other experts, since then there may be no such word.
+    // Waits for word `w` of an announcement, behind its fixed words: 0 if the rank rejects the call, makes
+    // another one or counts other experts, since then there may be no such word.
     __device__ __forceinline__ bool wait_count(const u64* announcement, u32 w, u32& value, u32 peer) const {
         u32 polls = 0;
         u64 word;
         while (u32((word = ld_relaxed_sys(announcement + w)) >> 32) != group.tag()) {
             const u64 status = ld_relaxed_sys(announcement + WORD_STATUS);
             const u64 experts = ld_relaxed_sys(announcement + WORD_EXPERTS);
-            const bool known = u32(status >> 32) == group.tag() && u32(experts >> 32) == group.tag();
-            if (known && (u32(status) != STATUS_OK || u32(experts) != p.experts)) {
+            const u64 terms = ld_relaxed_sys(announcement + WORD_TERMS);
+            const auto is = [&](u64 word, u32 value) { return word == group.word(value); };
+            const auto known = [&](u64 word) { return u32(word >> 32) == group.tag(); };
+            if (known(status) && known(experts) && known(terms) &&
+                !(is(status, STATUS_OK) && is(experts, p.experts) && is(terms, p.terms))) {
                 value = 0;
                 return true;
             }

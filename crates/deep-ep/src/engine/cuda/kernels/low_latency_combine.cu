@@ -162,7 +162,9 @@ struct Parts {
         if (chosen >> threadIdx.x % 32 & 1) {
             expert = u32(ld_relaxed_sys(choice_words(call, shape, owner, token))) / call.p.max_tokens;
             const u64 at = u64(expert) * shape.ranks + owner;
-            const u64 range = reinterpret_cast<const volatile u64*>(params.layout_range)[at];
+            const u64 range = expert < shape.local_experts
+                                  ? reinterpret_cast<const volatile u64*>(params.layout_range)[at]
+                                  : 0;
             const volatile u32* info = reinterpret_cast<const volatile u32*>(params.src_info) + u64(expert) * shape.rows;
             const u32 end = u32(min((range >> 32) + u32(range), u64(shape.rows)));
             number = u32(range >> 32);
@@ -432,8 +434,10 @@ __device__ inline bool write_partials(const LowLatencyCombineParams& params, con
         u32 owner, chunk, first;
         if (index >= turns.find(turn, owner, chunk, first)) continue;
         const u32 token = first + index;
-        const bool here = (GUESSES && found.message == owner * p.max_tokens + token) ||
-                          find_parts(params, call, shape, shared, owner, token, parts);
+        bool here = GUESSES && found.message == owner * p.max_tokens + token;
+        // The rows of the next token take the place of what was guessed.
+        found.message = Found::NONE;
+        if (!here) here = find_parts(params, call, shape, shared, owner, token, parts);
         if (!here) {
             // A rank that went away gets nothing more.
             if (call.goes_on()) {

@@ -75,8 +75,8 @@ __device__ __forceinline__ void lead(const Ring& ring, const Next& next, const R
         for (; complete < taken; complete++) {
             if (ld_acquire_shared(&ring.done[complete % RING]) < rows(ring.unit(complete))) break;
         }
-        // All lanes have read the counts before they are cleared.
-        __syncwarp();
+        // All lanes have read the counts before they are cleared, and go on with what the first one saw.
+        complete = __shfl_sync(~0u, complete, 0);
         if (complete == published) {
             __nanosleep(20);
             continue;

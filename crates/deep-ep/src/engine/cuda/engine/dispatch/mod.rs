@@ -272,6 +272,9 @@ impl InFlight {
             tracing::warn!("a recorded dispatch was left unfinished: its graph cannot be replayed");
         } else if self.progress.abandon() {
             discard(&self.on, self.params)?;
+        } else if self.progress.is_abandoned() && self.beside() && !self.on.recorded {
+            // Its inputs may be in use until then.
+            self.on.follow_join()?;
         }
         Ok(())
     }

@@ -38,8 +38,6 @@ const RING: u64 = 3;
 const CHUNK: u32 = 32;
 /// From so many blocks on, some send to other ranks and the rest keep this rank's rows.
 const CREWS_FROM: u32 = 20;
-/// The same where rows are copied.
-const COPIERS_FROM: u32 = 6;
 /// Bytes of rows that share a flag, about: with fewer, finding slots and fences take longer than sending.
 const UNIT_BYTES: u32 = 16 * 14336;
 
@@ -129,12 +127,10 @@ pub(super) fn prepare(
     blocks: u32,
 ) -> Result<(Arc<Function>, Shape, DispatchParams)> {
     let mut params = *params;
-    let copies = params.copy_rows != 0;
-    let all = phase::MOVE | phase::RECEIVE;
-    params.remote_blocks = match params.phases & all {
-        phase::MOVE if copies => 0,
-        phase::RECEIVE | 0 => 0,
-        _ => remote_blocks(core, blocks, copies),
+    let keeps = params.phases & phase::MOVE != 0 && params.copy_rows == 0;
+    params.remote_blocks = match keeps {
+        true => remote_blocks(core, blocks),
+        false => 0,
     };
     let key = keys::dispatch(params.group.ranks, params.top_k, params.row_bytes);
     let function = core.kernels.get(key, c"dispatch")?;
@@ -228,22 +224,20 @@ pub(super) fn describe(
     }
     params.experts = experts as u32;
     params.terms = terms(input, &params, topk.as_ref()).word();
-    let senders = match remote_blocks(core, send_sms, input.landing == Landing::Caller) {
-        0 => send_sms,
-        remote => remote,
+    let senders = match (input.landing, remote_blocks(core, send_sms)) {
+        (Landing::Caller, _) | (Landing::Loan, 0) => send_sms,
+        (Landing::Loan, remote) => remote,
     };
     params.grain = grain(&params, senders);
     Ok(params)
 }
 
-/// Blocks of a launch that send to other ranks only, while the rest keep this rank's rows, or copy them
-/// and those that land; 0: all do everything. A link is full with a third of what copies need.
-fn remote_blocks(core: &Core, blocks: u32, copies: bool) -> u32 {
-    match copies {
-        _ if core.ranks == 1 => 0,
-        true if blocks >= COPIERS_FROM => blocks / 3,
-        false if blocks >= CREWS_FROM => blocks / 2,
-        _ => 0,
+/// Blocks of a launch that send to other ranks only, while the rest keep this rank's rows; 0: all do
+/// both.
+fn remote_blocks(core: &Core, blocks: u32) -> u32 {
+    match core.ranks > 1 && blocks >= CREWS_FROM {
+        true => blocks / 2,
+        false => 0,
     }
 }
 

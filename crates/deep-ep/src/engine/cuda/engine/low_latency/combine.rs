@@ -129,6 +129,8 @@ pub(super) fn discard(
     on: &OnStream,
     mut params: LowLatencyCombineParams,
 ) -> Result<()> {
+    // The caller's statistics may be gone.
+    params.wait_stats = 0;
     if is_whole(&params.common) {
         params.common.phases = phase::SEND | phase::PARTIALS;
         launch(low_latency, on, &params, low_latency.blocks())?;
